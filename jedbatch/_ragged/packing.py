@@ -118,12 +118,12 @@ def _often_used(blocks: Buckets, rows: int) -> Buckets:
 def whole_blocks(need: int, blocks: Buckets) -> int:
     """Returns a capacity for so many rows, in which the blocks of any number up to it have room.
 
-    It is a multiple of the widest block, or half a block less where that does.
+    It is a multiple of the widest block, or half a block less where that does and is more than one.
     """
     widest = blocks.widths[-1]
     whole = -(-need // widest) * widest
     less = whole - widest // 2
-    if less < need:
+    if less < max(need, widest):
         return whole
     used = _often_used(blocks, less)
     computed = used.cover(np.arange(less + 1)) @ np.array(used.widths)

@@ -228,5 +228,5 @@ def test_rows_of_small_minibatches_have_half_a_block_less():
     rows = whole_blocks(256, CPU.blocks)
     assert rows == 288
     assert RowCapacity(8, (rows,), (8,), False, CPU).blocks(0).widths == CPU.blocks.widths
-    assert whole_blocks(192, CPU.blocks) == 192
+    assert whole_blocks(64, CPU.blocks) == whole_blocks(192, CPU.blocks) == 192
     assert whole_blocks(0, CPU.blocks) == 0
