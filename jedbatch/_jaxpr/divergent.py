@@ -56,7 +56,7 @@ BranchesName = Literal["forward", "reverse", "both"]
 LEAST_LANES = 16  # that run at the same time
 LONGEST = 6.0  # the longest loop of many, as a multiple of the mean, where nothing is known
 FEWEST = 4  # times as many lanes as run at a time, for a loop to be refilled
-EXCHANGE = 4.0  # of lanes, in starts of steps, which steps of those that run at a time exceed
+EXCHANGE = 4.0  # starts of steps; loops whose steps of some at a time do less narrow instead
 MANY_BYTES = 1 << 17  # of lanes that run, beyond which those that change are moved one by one
 BRANCH_WORK = 20.0  # of all branches for all lanes, in steps' starts, for them to be kept apart
 
