@@ -10,7 +10,8 @@ every time (see `Recorder.slow_path`).
 The compiled core writes nodes and references to flat lists of ints, and keeps two tables for a
 recording (`_support/c/memo.c`): from descriptions as numbers to call specs, which saves following
 the tree, and from containers and states of the instance at hand, by their addresses, to their
-tokens. `known` has the latter, too, as soon as a call takes the slow path.
+tokens. `known` has the latter, too, as soon as a call takes the slow path. Tuples of symbols that
+cells returned for one instance, and that nobody has when it is done, serve the next one.
 """
 
 import operator
@@ -44,14 +45,15 @@ def lists_of_ints(result: type[Value], count: int) -> list[Any]:
     return [compiled.Ints() for _ in range(count)]
 
 
-def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None]]:
-    """(what records calls of cells, what to call when the containers that it knows are let go).
+def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None], Callable[[], None]]:
+    """Returns what records calls of cells, compiled if its symbols are plain and it can be.
 
-    It is compiled, if its symbols are plain and it can be.
+    Two functions follow, to be called before the containers that it knows are let go: at the end,
+    and where another instance follows.
     """
     in_python, compiled = fast_path_in_python(recorder), core()
     if compiled is None or not isinstance(recorder.counter, compiled.Ints):
-        return in_python, nothing_to_forget
+        return in_python, nothing_to_forget, nothing_to_forget
     return compiled.fast_path(
         recorder,
         (Value, Cell, np.ndarray),

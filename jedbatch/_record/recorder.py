@@ -143,7 +143,7 @@ class Recorder(Trace):
         self.computed: dict[int, Any] = {}
         self._owned: set[int] | None = None
         self.watched: dict[int, Watched] = {}  # containers that may change
-        self.call_cell, self._forget_objects = fast_path(self)
+        self.call_cell, self._forget_objects, self._next_instance = fast_path(self)
         self.grouping = grouping
         self.sites: list[tuple[int, bool]] = []
         self._here = None if grouping is None else grouping.here
@@ -172,7 +172,7 @@ class Recorder(Trace):
 
         `types` has (shape, dtype, weak) of the arrays, if an extent is not to be known.
         """
-        self._forget_objects()
+        self._next_instance()
         for memory in (self.known, self.kept, self.leaves):
             memory.clear()
         self.known.update(self._containers)
@@ -201,7 +201,7 @@ class Recorder(Trace):
         self.read, self.script, self.together = None, None, in_order
         self.call_cell = refuse_call  # the function there holds this recorder
         self._forget_objects()
-        self._forget_objects = nothing_to_forget
+        self._forget_objects = self._next_instance = nothing_to_forget
         self._instance = self._shared = self._owned = None
         if self.result is Value and type(self.registry) is not weakref.ProxyType:
             # The collector may not follow symbols that users keep; these keep this recorder.

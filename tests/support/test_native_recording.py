@@ -174,6 +174,31 @@ def test_cells_are_recorded_by_whatever_the_recorder_has():
             cell_module.recording.recorder = None
 
 
+@compiled
+def test_results_that_somebody_has_are_not_used_again(monkeypatch):
+    """Tuples of an instance serve the next one, but not if they, or a part of them, are kept."""
+
+    def plan():
+        held, numbers, weak = [], [], []
+
+        def fn(params, n):
+            assert [[x.index for x in part] for part in held] == numbers  # as when they were made
+            assert all(x() is None for x in weak)
+            states = [combine(params, jnp.ones(3), 0.5)]
+            for step in range(n):
+                states.append(combine(params, *states[-1], scale=2 + step % 2))
+            held.append([states[1], states[1][:1], states[1][1:], [*states[1], *states[2]]][n % 4])
+            numbers.append([x.index for x in held[-1]])
+            weak[:] = map(weakref.ref, states[-1])
+            return total(params, states[-2:])
+
+        batched = jedbatch.batch(fn)
+        instances = [5, 3, 8, 4, 9, 4, 6, 7, 5]
+        return columns(batched.plan({"w": W, "b": jnp.ones(3)}, instances, gradient=False))
+
+    assert_equal(*both(monkeypatch, plan))
+
+
 @pytest.mark.parametrize("switch", ["1", "0"])
 def test_a_recorder_is_let_go_without_the_collector(monkeypatch, switch):
     monkeypatch.setenv(native.SWITCH, switch)

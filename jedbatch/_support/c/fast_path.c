@@ -23,6 +23,12 @@
 #define FEW_OPTIONS 2
 #define NUM_OPTIONS 16 /* a power of two */
 
+/* A tuple of results that was made for the instance at hand, borrowed from `kept`. */
+typedef struct {
+    PyObject *results;
+    Way *way;
+} Made;
+
 /* Where the tree of descriptions goes on from a place after keyword arguments: these objects. */
 typedef struct {
     PyObject *place, *names, *values[FEW_OPTIONS], *next;
@@ -37,6 +43,9 @@ typedef struct {
     PyObject *contents; /* the descriptor of `cell_contents` */
     /* Where slots are in objects of these classes, in bytes. */
     Py_ssize_t trace_at, index_at, type_at, closure_at;
+    Py_ssize_t result_size, weak_at; /* of objects of the class of results; where weak references are */
+    Made *made;
+    size_t num_made, room_made;
     Ways ways;
     KnownObjects objects; /* of this instance */
     Options options[NUM_OPTIONS]; /* met last, by their addresses */
@@ -542,13 +551,82 @@ make_result(FastPath *self, PyObject *number, PyObject *kind)
     return x;
 }
 
-/* A tuple of results from number `first` on, known as a whole by the token `unit`. */
+/* Gives results of an instance before the numbers from `first` on; a reference, or NULL without an
+ * error if there are none to be used again. */
 static PyObject *
-make_tuple(FastPath *self, int64_t first, PyObject *kinds, PyObject *unit)
+take_spare(FastPath *self, Way *way, int64_t first)
+{
+    if (way->num_spare == 0)
+        return NULL;
+    PyObject *results = way->spare[--way->num_spare];
+    for (Py_ssize_t i = 0; i < way->num_results; i++) {
+        PyObject *number = PyLong_FromLongLong(first + i);
+        if (number == NULL) {
+            Py_DECREF(results);
+            return NULL;
+        }
+        PyObject **at = slot(PyTuple_GetItem(results, i), self->index_at), *before = *at;
+        *at = number;
+        Py_DECREF(before);
+    }
+    return results;
+}
+
+/* Whether nobody but its tuple has a result, or has noted anything in it. */
+static int
+is_spare(FastPath *self, PyObject *x)
+{
+    if (Py_REFCNT(x) != 1 || (PyObject *)Py_TYPE(x) != self->result || *slot(x, self->weak_at))
+        return 0;
+    for (Py_ssize_t at = sizeof(PyObject); at < self->result_size; at += sizeof(PyObject *))
+        if (at != self->trace_at && at != self->index_at && at != self->type_at && *slot(x, at))
+            return 0;
+    return *slot(x, self->trace_at) == self->recorder;
+}
+
+/* Keeps results of the instance at hand that nobody has but `kept`, for the next instance: to make
+ * a tuple of symbols, and to let it go, takes as long as all else that is done to record a call. */
+static void
+keep_spare(FastPath *self)
+{
+    for (size_t i = 0; i < self->num_made; i++) {
+        PyObject *results = self->made[i].results;
+        int spare = Py_REFCNT(results) == 1;
+        for (Py_ssize_t k = 0; spare && k < self->made[i].way->num_results; k++)
+            spare = is_spare(self, PyTuple_GetItem(results, k));
+        if (spare)
+            add_spare(self->made[i].way, results);
+    }
+    self->num_made = 0;
+}
+
+/* Notes results that were made, if there is memory. */
+static void
+note_made(FastPath *self, PyObject *results, Way *way)
+{
+    if (self->num_made == self->room_made) {
+        size_t room = self->room_made ? 2 * self->room_made : 64;
+        Made *more = realloc(self->made, room * sizeof(Made));
+        if (more == NULL)
+            return;
+        self->made = more;
+        self->room_made = room;
+    }
+    self->made[self->num_made++] = (Made){results, way};
+}
+
+/* A tuple of results from number `first` on, known as a whole by the token of the way. */
+static PyObject *
+make_tuple(FastPath *self, Way *way, int64_t first, PyObject *kinds, PyObject *unit)
 {
     Py_ssize_t length = PyTuple_Size(kinds);
-    PyObject *results = PyTuple_New(length), *first_number = PyLong_FromLongLong(first);
-    for (Py_ssize_t i = 0; results != NULL && i < length; i++) {
+    PyObject *results = take_spare(self, way, first);
+    int is_new = results == NULL && !PyErr_Occurred();
+    if (is_new)
+        results = PyTuple_New(length);
+    PyObject *first_number = results == NULL ? NULL : is_new ? PyLong_FromLongLong(first)
+        : Py_NewRef(*slot(PyTuple_GetItem(results, 0), self->index_at));
+    for (Py_ssize_t i = 0; is_new && results != NULL && i < length; i++) {
         PyObject *number = i > 0 ? PyLong_FromLongLong(first + i) : Py_XNewRef(first_number);
         PyObject *x = make_result(self, number, PyTuple_GetItem(kinds, i));
         Py_XDECREF(number);
@@ -563,6 +641,8 @@ make_tuple(FastPath *self, int64_t first, PyObject *kinds, PyObject *unit)
         Py_CLEAR(results);
     if (first_number == NULL)
         Py_CLEAR(results);
+    else if (results != NULL)
+        note_made(self, results, way);
     Py_XDECREF(first_number);
     return results;
 }
@@ -659,7 +739,7 @@ write_node(FastPath *self, const Way *way, const Words *reads, int64_t *first)
 
 /* Records a call as it was recorded before, and returns its results. */
 static PyObject *
-record(FastPath *self, const Way *way, const Words *reads)
+record(FastPath *self, Way *way, const Words *reads)
 {
     int64_t first;
     if (write_node(self, way, reads, &first) < 0)
@@ -668,7 +748,7 @@ record(FastPath *self, const Way *way, const Words *reads)
     PyObject *call_spec = Py_NewRef(way->call_spec), *parts = Py_NewRef(way->parts);
     PyObject *nested = Py_XNewRef(way->nested);
     if (way->is_flat && !way->is_single)
-        results = make_tuple(self, first, kinds, unit);
+        results = make_tuple(self, way, first, kinds, unit);
     else if (way->is_single) {
         PyObject *number = PyLong_FromLongLong(first);
         results = make_result(self, number, PyTuple_GetItem(kinds, 0));
@@ -783,7 +863,21 @@ static PyObject *
 forget_objects(PyObject *object, PyObject *nothing)
 {
     (void)nothing;
-    clear_known_objects(&((FastPath *)object)->objects);
+    FastPath *self = (FastPath *)object;
+    clear_known_objects(&self->objects);
+    self->num_made = 0;
+    free_all_spare(&self->ways);
+    return Py_NewRef(Py_None);
+}
+
+/* next_instance(): does the same where another instance follows. */
+static PyObject *
+next_instance(PyObject *object, PyObject *nothing)
+{
+    (void)nothing;
+    FastPath *self = (FastPath *)object;
+    clear_known_objects(&self->objects);
+    keep_spare(self);
     return Py_NewRef(Py_None);
 }
 
@@ -818,6 +912,9 @@ clear(PyObject *object)
 {
     FastPath *self = (FastPath *)object;
     free_known_objects(&self->objects);
+    free(self->made);
+    self->made = NULL;
+    self->num_made = self->room_made = 0;
     clear_ways(&self->ways);
     for (int i = 0; i < NUM_OPTIONS; i++)
         forget_options(&self->options[i]);
@@ -836,8 +933,20 @@ dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
+/* A number that a class has; 0 with an error. */
+static Py_ssize_t
+number_of(PyObject *class, const char *name)
+{
+    PyObject *x = PyObject_GetAttrString(class, name);
+    Py_ssize_t number = x == NULL ? 0 : PyLong_AsSsize_t(x);
+    Py_XDECREF(x);
+    if (number == 0 && !PyErr_Occurred())
+        PyErr_Format(PyExc_TypeError, "expected `%s` of %R not to be 0", name, class);
+    return PyErr_Occurred() ? 0 : number;
+}
+
 /* fast_path(recorder, (class of results, of cells, of arrays), known, ..., python): the methods
- * `call_cell` and `forget_objects` of a `FastPath`. */
+ * `call_cell`, `forget_objects` and `next_instance` of a `FastPath`. */
 PyObject *
 make_fast_path(PyObject *module, PyObject *args)
 {
@@ -865,13 +974,17 @@ make_fast_path(PyObject *module, PyObject *args)
         (self->index_at = find_slot(self->result, "index")) >= 0 &&
         (self->type_at = find_slot(self->result, "type")) >= 0 &&
         (self->closure_at = find_slot(self->cell, "closure")) >= 0 &&
+        (self->result_size = number_of(self->result, "__basicsize__")) > 0 &&
+        (self->weak_at = number_of(self->result, "__weakrefoffset__")) != 0 &&
         note_recorder(self->recorder) == 0) {
         PyObject *call = PyObject_GetAttrString(object, "call_cell");
         PyObject *forget = PyObject_GetAttrString(object, "forget_objects");
-        if (call != NULL && forget != NULL)
-            methods = PyTuple_Pack(2, call, forget);
+        PyObject *next = PyObject_GetAttrString(object, "next_instance");
+        if (call != NULL && forget != NULL && next != NULL)
+            methods = PyTuple_Pack(3, call, forget, next);
         Py_XDECREF(call);
         Py_XDECREF(forget);
+        Py_XDECREF(next);
     }
     Py_DECREF(object);
     return methods;
@@ -880,6 +993,7 @@ make_fast_path(PyObject *module, PyObject *args)
 static PyMethodDef methods[] = {
     {"call_cell", (PyCFunction)(void (*)(void))call_cell, METH_FASTCALL, NULL},
     {"forget_objects", forget_objects, METH_NOARGS, NULL},
+    {"next_instance", next_instance, METH_NOARGS, NULL},
     {NULL, NULL, 0, NULL},
 };
 

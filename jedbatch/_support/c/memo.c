@@ -91,9 +91,42 @@ void
 free_way(Way *way)
 {
     PyObject *held[] = {way->held, way->call_spec, way->kinds, way->unit, way->parts, way->nested};
+    free_spare(way);
     free(way);
     for (size_t i = 0; i < sizeof(held) / sizeof(*held); i++)
         Py_XDECREF(held[i]);
+}
+
+void
+add_spare(Way *way, PyObject *results)
+{
+    if (way->num_spare == way->room) {
+        Py_ssize_t room = way->room ? 2 * way->room : 16;
+        PyObject **more = realloc(way->spare, (size_t)room * sizeof(PyObject *));
+        if (more == NULL)
+            return;
+        way->spare = more;
+        way->room = room;
+    }
+    way->spare[way->num_spare++] = Py_NewRef(results);
+}
+
+void
+free_spare(Way *way)
+{
+    while (way->num_spare > 0)
+        Py_DECREF(way->spare[--way->num_spare]);
+    free(way->spare);
+    way->spare = NULL;
+    way->room = 0;
+}
+
+void
+free_all_spare(Ways *ways)
+{
+    for (size_t i = 0; i < ways->room; i++)
+        if (ways->slots[i] != NULL)
+            free_spare(ways->slots[i]);
 }
 
 int

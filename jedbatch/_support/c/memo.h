@@ -31,6 +31,8 @@ typedef struct {
     int64_t id;
     Py_ssize_t num_results;
     int is_single, is_flat; /* an array; a flat tuple */
+    PyObject **spare; /* results of an instance before that nobody has, to be used again */
+    Py_ssize_t num_spare, room;
     uintptr_t words[];
 } Way;
 
@@ -43,6 +45,9 @@ Way *find_way(const Ways *ways, const Words *words);
 Way *new_way(const Words *words); /* NULL with an error without memory */
 int add_way(Ways *ways, Way *way); /* takes it over, unless it fails: -1 without memory */
 void free_way(Way *way);
+void add_spare(Way *way, PyObject *results); /* does nothing without memory */
+void free_spare(Way *way);
+void free_all_spare(Ways *ways);
 void clear_ways(Ways *ways);
 
 /* An object that has a token: what it is referred to by, if it is, and whether Python knows. */
