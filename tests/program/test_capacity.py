@@ -1,7 +1,9 @@
 """Capacities: what holds what, how they grow, and which program is taken."""
 
+import jax.numpy as jnp
 import pytest
 
+import jedbatch
 from jedbatch._program.capacity import Capacity, find_or_grow, round_up
 
 SMALL = Capacity({"lanes": {"a": 4}, "inputs": {"x": 2}})
@@ -47,3 +49,22 @@ def test_find_or_grow(need, expected):
 
     assert find() == find() == expected
     assert programs == ([8, 4] if need <= 8 else [8, 4, 13])
+
+
+@pytest.mark.parametrize(("gradient", "is_one"), [(False, True), (True, False)])
+def test_rows_that_nobody_writes_cost_no_time_in_inference(gradient, is_one):
+    """So a program serves much smaller minibatches, where nothing is computed over all lanes."""
+    step = jedbatch.cell(lambda w, h: jnp.tanh(w * h))
+
+    def chain(w, length):
+        h = w
+        for _ in range(length):
+            h = step(w, h + 0.5)
+        return h
+
+    batched, w = jedbatch.batch(chain), jnp.ones(256)
+    plans = [batched.plan(w, [n] * 8, gradient=gradient) for n in (200, 3, 200)]
+    large, small, again = [plan.static.signature for plan in plans]
+    assert large is again
+    assert (large is small) == is_one
+    assert large.result_bytes > 1 << 20
