@@ -228,8 +228,9 @@ class DifferentiableFunction:
           run: from arguments, a pytree, to a list of results.
           known: from arguments to (results, residuals), lists.
           pull_back: from (arguments, results, residuals, cotangents of the results, None where
-            there is none, and their marks if there are `marks`) to cotangents of the arguments,
-            None where there is none.
+            there is none, for each argument whether its cotangent is wanted, and the marks of
+            those of the results if there are `marks`) to cotangents of the arguments, None where
+            there is none.
           refuse: see `Symmetric`.
           types: returns (shape, dtype) of each result.
           marks: see `Symmetric`.
@@ -256,11 +257,11 @@ class DifferentiableFunction:
             return list(results), [*results, *residuals]
 
         def pull_back(
-            leaves: Any, saved: Any, cotangents: Partial, _: Any, *marks: Any
+            leaves: Any, saved: Any, cotangents: Partial, wanted: Sequence[bool], *marks: Any
         ) -> list[Array]:
-            count = len(cotangents)
-            arguments = jax.tree.unflatten(tree, leaves)
-            back = self._pull_back(arguments, saved[:count], saved[count:], cotangents, *marks)
+            arguments, its = jax.tree.unflatten(tree, leaves), jax.tree.unflatten(tree, wanted)
+            results, residuals = saved[: len(cotangents)], saved[len(cotangents) :]
+            back = self._pull_back(arguments, results, residuals, cotangents, its, *marks)
             return tree.flatten_up_to(back)
 
         def marks(leaves: Any, cotangents: Partial) -> Any:

@@ -2,8 +2,9 @@
 
 See `_ragged.indexing`. Such a phase has no loop, so that JAX differentiates it: the transpose of a
 gather is a scatter, and the other way round. What else is in it (zeros to add to, the shape of
-indices) is computed for all rows side by side. The derivatives of products and extremes divide by
-what may be 0, and are asked first to which calls something comes back (see `_ragged.gates`).
+indices) is computed for all rows side by side. The derivatives of extremes divide by what may be
+0, those of products multiply by what may be infinite; they are asked first to which calls something
+comes back (see `_ragged.gates`).
 """
 
 import functools
@@ -67,24 +68,27 @@ class IndexPhase:
             shared, reads, table = arguments
             return self._run(batch.reading(table), shared, reads)
 
-        def pull_back(arguments, results, residuals, cotangents, moves):
+        def pull_back(arguments, results, residuals, cotangents, wanted, moves):
             shared, reads, table = arguments
+            # JAX refuses to differentiate products by factors, if an index may come twice.
+            moving_shared = [i for i in self._moving_shared if wanted[0][i]]
+            moving = [i for i in self._moving if wanted[1][i]]
             returned = [i for i in self._returned if cotangents[i] is not None]
             gates = Gates.find(phase, returned)
             flags = [moves[i] for i in returned]
 
             def forward(some_shared, some_reads):
-                all_shared = with_replaced(shared, self._moving_shared, some_shared)
-                all_reads = with_replaced(reads, self._moving, some_reads)
+                all_shared = with_replaced(shared, moving_shared, some_shared)
+                all_reads = with_replaced(reads, moving, some_reads)
                 outs = self._run(batch.reading(table), all_shared, all_reads, gates, flags)
                 return [outs[i] for i in returned]
 
-            moving = [shared[i] for i in self._moving_shared], [reads[i] for i in self._moving]
-            _, back = jax.vjp(forward, *moving)
+            given = [shared[i] for i in moving_shared], [reads[i] for i in moving]
+            _, back = jax.vjp(forward, *given)
             of_shared, of_reads = back([cotangents[i] for i in returned])
             return (
-                with_replaced([None] * len(shared), self._moving_shared, of_shared),
-                with_replaced([None] * len(reads), self._moving, of_reads),
+                with_replaced([None] * len(shared), moving_shared, of_shared),
+                with_replaced([None] * len(reads), moving, of_reads),
                 None,
             )
 

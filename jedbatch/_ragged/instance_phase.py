@@ -181,9 +181,10 @@ class InstancePhase:
             shared, operands, table = arguments
             return self._forward(batch.reading(table), shared, operands)
 
-        def pull_back(arguments, results, residuals, cotangents, moves):
+        def pull_back(arguments, results, residuals, cotangents, wanted, moves):
             shared, operands, table = arguments
-            return *self._reverse(batch.reading(table), shared, operands, cotangents, moves), None
+            given = batch.reading(table), shared, operands
+            return *self._reverse(*given, cotangents, wanted, moves), None
 
         def marks(arguments, cotangents):
             return batch.reading(arguments[2]).moving_calls(self.phase.writes, cotangents)
@@ -218,13 +219,15 @@ class InstancePhase:
         return self._each_group(batch, list(map(batch.empty, phase.writes)), body)
 
     def _reverse(
-        self, batch: PackedBatch, shared, operands, cotangents, moves_of: Sequence[jax.Array]
+        self, batch: PackedBatch, shared, operands, cotangents, wanted, moves_of
     ) -> tuple[list[Any], list[Any]]:
-        """Returns cotangents of the shared values and of the operands.
+        """Returns cotangents of the shared values and of the operands, where they are wanted.
 
         `moves_of`, bool[K] for each result, says to which calls something comes back through it.
         """
-        phase, moving_shared, moving = self.phase, self._moving_shared, self._moving
+        phase = self.phase
+        moving_shared = [i for i in self._moving_shared if wanted[0][i]]
+        moving = [i for i in self._moving if wanted[1][i]]
         returned = [i for i in self._returned if cotangents[i] is not None]
         nothing = jnp.zeros(batch.capacity.calls, bool)
         moves = functools.reduce(jnp.logical_or, [moves_of[i] for i in returned], nothing)

@@ -93,15 +93,20 @@ class MicrobatchLoop:
         return lax.fori_loop(0, self._trips(table), body, found)
 
     def _reverse(
-        self, arguments: Any, results: Any, residuals: Any, cotangents: Sequence[Array | None]
+        self,
+        arguments: Any,
+        results: Any,
+        residuals: Any,
+        cotangents: Sequence[Array | None],
+        wanted: Any,
     ) -> Any:
         shared, operands, table = arguments
         most = self._batch.capacity.microbatches
         returned = [k for k, x in enumerate(cotangents) if x is not None]
         sent = [x for x in cotangents if x is not None]
         moving_shared, moving = (
-            [k for k, x in enumerate(values) if has_gradient(x.dtype)]
-            for values in (shared, operands)
+            [k for k, x in enumerate(values) if has_gradient(x.dtype) and of_values[k]]
+            for values, of_values in ((shared, wanted[0]), (operands, wanted[1]))
         )
 
         def body(i, sums):

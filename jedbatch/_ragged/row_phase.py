@@ -161,7 +161,7 @@ class RowFunction:
         def save(arguments):
             return self._forward(arguments, keep_residuals=True)
 
-        def pull_back(arguments, results, residuals, cotangents, moves):
+        def pull_back(arguments, results, residuals, cotangents, _, moves):
             reverse = RowReverse(self, arguments, results, cotangents, moves)
             of_consts, of_operands = reverse.run(residuals)
             nothing = jax.tree.map(lambda _: None, tuple(arguments[2:]))

@@ -181,6 +181,26 @@ def test_products_by_index(name):
         jax.grad(lambda w: number(batched(w, graphs(SIZES))))(jnp.asarray(WEIGHT))
 
 
+# Factors that are data, in a phase by index and in one over instances.
+MULTIPLIED = {
+    "rows": lambda w, x, m, s, t: (x @ w).at[t].multiply(jnp.tanh(m)),
+    "entries": lambda w, x, m, s, t: (x @ w @ x.T).at[s, t].multiply(m[:, 0]) @ x,
+}
+
+
+@pytest.mark.parametrize("rows_together", mostly_slow([4096, 8], 4096))
+@pytest.mark.parametrize("name", mostly_slow(MULTIPLIED, "rows"))
+def test_what_is_multiplied_has_a_gradient_if_its_factors_need_none(name, rows_together):
+    fn, instances = split(MULTIPLIED[name]), graphs(SIZES)
+    target = dataclasses.replace(
+        jedbatch.Target.named("cpu"), name="small", microbatch_rows=rows_together
+    )
+    batched = jedbatch.batch(fn, out_axes=None, target=target)
+    alone = jax.jit(jax.grad(lambda w: number([fn(w, graph) for graph in instances])))
+    slope = jax.grad(lambda w: number(batched(w, instances)))(jnp.asarray(WEIGHT))
+    assert_close(slope, alone(jnp.asarray(WEIGHT)), 2e-4)
+
+
 # --- indices that are out of bounds ---
 
 OUT_OF_BOUNDS = {
