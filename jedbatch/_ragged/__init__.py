@@ -20,18 +20,19 @@ Read in this order:
 15. `index_phase`: Phases by index: rows of instances that are read or written by index, of all
    instances at once.
 16. `microbatch_loop`: Running a program on one microbatch after another.
-17. `packed_program`: Running a program in phases on the packed rows of all instances.
-18. `renaming`: Operations written down so that the names of symbols do not matter.
-19. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
-20. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
+17. `shared_values`: Values that follow from what all calls share.
+18. `packed_program`: Running a program in phases on the packed rows of all instances.
+19. `renaming`: Operations written down so that the names of symbols do not matter.
+20. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
+21. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
    rows each.
-21. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
-22. `regions`: The ragged parts of an instance's graph, taken out of it.
-23. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
-24. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
+22. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
+23. `regions`: The ragged parts of an instance's graph, taken out of it.
+24. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
+25. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
    tiles.
-25. `lengths`: The arrays of instances that have lengths of their own.
-26. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+26. `lengths`: The arrays of instances that have lengths of their own.
+27. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
-27. `row_capacities`: How much room programs have for the calls of a region.
+28. `row_capacities`: How much room programs have for the calls of a region.
 """

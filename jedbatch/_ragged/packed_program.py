@@ -27,8 +27,6 @@ from jax.extend.core import Var
 from jedbatch._jaxpr.interpret import (
     any_performs,
     has_gradient,
-    run_equation,
-    run_equations,
     value_of,
 )
 from jedbatch._jaxpr.symbolic_dims import extent_at, symbols_in
@@ -52,6 +50,7 @@ from jedbatch._ragged.packing import (
 )
 from jedbatch._ragged.phases import Phase, PhasedProgram, extents_of
 from jedbatch._ragged.row_phase import RowPhase
+from jedbatch._ragged.shared_values import SharedValues
 from jedbatch._ragged.tiling import TILE_ROWS
 from jedbatch._support.types import Array
 
@@ -90,6 +89,11 @@ class PackedProgram:
         returned = [v for v in phased.jaxpr.outvars if isinstance(v, Var) and v in defined]
         read = [v for phase in phased.phases for v in phase.shared]
         self._shared = list(dict.fromkeys((*read, *returned)))
+        given = phased.jaxpr.invars[: phased.num_shared]
+        self._shared_values = SharedValues(
+            phased.jaxpr.replace(invars=given, outvars=self._shared, eqns=phased.before),
+            phased.consts,
+        )
         for n, phase in enumerate(phased.phases):
             key: Hashable = n
             if key_of is not None and not phase.indexed:
@@ -286,10 +290,7 @@ class PackedProgram:
           table: see `table`.
         """
         phased = self.phased
-        env = dict(zip(phased.jaxpr.constvars, phased.consts, strict=True))
-        env.update(zip(phased.jaxpr.invars[: phased.num_shared], shared, strict=True))
-        run_equations(phased.before, env, functools.partial(run_equation, phased.jaxpr))
-        known = [jnp.asarray(env[v]) for v in self._shared]
+        known = self._shared_values.run(shared)
         if capacity.microbatches == 1:
             return self._run_phases(capacity, known, operands, table)
         if capacity not in self._loops:

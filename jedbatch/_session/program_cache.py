@@ -50,6 +50,7 @@ from jedbatch._ragged.calls import RegionCalls, Stage, run_regions
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Region
 from jedbatch._ragged.row_capacities import calls_fit, make_row_capacity
+from jedbatch._ragged.shared_values import run_gated
 from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.lane_policies import LanePolicy, least_loss
@@ -539,7 +540,7 @@ class ProgramCache:
             def run(shared, tables, targets, inputs):
                 self.count("ragged")
                 announce(f"compiling {len(stages)} regions over arrays of different lengths")
-                return run_regions(stages, compute(shared), tables, targets, inputs)
+                return run_regions(stages, run_gated(compute, shared), tables, targets, inputs)
 
             region_program = self._region_programs[stages] = (
                 announced(jax.jit(run)),
