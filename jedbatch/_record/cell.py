@@ -4,7 +4,6 @@ Inside a batched function a call of a cell is recorded; everywhere else the cell
 it wraps. The recorder is kept per thread.
 """
 
-import _thread
 import contextlib
 import functools
 import sys
@@ -37,7 +36,8 @@ class _Recording(threading.local):
 def _recording() -> Any:
     """Returns the same, compiled if it can be: a call of a cell asks, and that is a third of it."""
     compiled = core()
-    if compiled is None or threading.local is not _thread._local:
+    # The class that gevent puts in its place is that of `_thread`, too, but is made elsewhere.
+    if compiled is None or threading.local.__module__ != "_thread":
         return _Recording()
     return compiled.Recording()
 

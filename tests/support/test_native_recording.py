@@ -1,8 +1,10 @@
 """The compiled core against the Python that it stands for: recording, and letting recorders go."""
 
+import _thread
 import gc
 import pickle
 import sys
+import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -154,6 +156,15 @@ def test_who_records_is_known_in_each_thread():
         recording.recorder = None
     assert recording.recorder is None
     assert sys.getrefcount(me) == before
+
+
+@compiled
+def test_who_records_is_known_in_each_greenlet_to_gevent(monkeypatch):
+    """It replaces both names of the class of what is kept per thread."""
+    local = type("local", (), {"__module__": "gevent._gevent_clocal"})
+    monkeypatch.setattr(threading, "local", local)
+    monkeypatch.setattr(_thread, "_local", local)
+    assert type(cell_module._recording()) is cell_module._Recording
 
 
 @compiled
