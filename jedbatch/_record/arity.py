@@ -150,7 +150,8 @@ class CellCalls:
         Those of long lists, and if there are many lengths, those that others are like.
         """
         for t in self.lists.keys() - self.rolled.keys():
-            self.rolled[t] = self._rolled(t, node_types[t])
+            if varying := self._varying(t):  # lists of others may vary yet
+                self.rolled[t] = self._rolled(t, node_types[t], varying)
         alike: dict[Hashable, list[Rolled]] = {}
         types = [r for r in self.rolled.values() if r is not None]
         for counts in (False, True):  # numbers that are the length by accident come first
@@ -180,13 +181,18 @@ class CellCalls:
             return False
         return all(map(self._expressions.is_of_one, own[0], key[0]))
 
-    def _rolled(self, node_type: int, of: NodeType) -> Rolled | None:
+    def _varying(self, node_type: int) -> list[ListArgument]:
+        """Returns the lists of a type that are long, or of which other lengths were met."""
         lengths: dict[tuple, set[int]] = {}
         for lists in self.lists.values():
             for x in lists:
                 lengths.setdefault(x.which, set()).add(x.length)
         lists = self.lists[node_type]
-        varying = [x for x in lists if len(lengths[x.which]) > 1 or x.length > LONG]
+        return [x for x in lists if len(lengths[x.which]) > 1 or x.length > LONG]
+
+    def _rolled(
+        self, node_type: int, of: NodeType, varying: Sequence[ListArgument]
+    ) -> Rolled | None:
         if len({x.length for x in varying}) != 1 or not 0 < varying[0].length <= CAPACITIES[-1]:
             return None
         roles = self._roles(node_type, varying)

@@ -266,6 +266,24 @@ def test_elements_of_weak_types_among_others():
     assert types_of(few) == 3  # two leaves, a leaf and a node, and two nodes
 
 
+def test_patterns_of_weak_types_that_are_met_before_lengths():
+    """Types of lists of one length do not vary; later they do."""
+
+    @jedbatch.cell
+    def node(w, states):
+        return jnp.tanh(jnp.stack(states) @ w).sum(0)
+
+    def fn(w, elements):  # of which Python numbers are of a weak type
+        return node(w, [jnp.full(2, x) if isinstance(x, float) else w[x] for x in elements])
+
+    patterns = list(itertools.product([0.25, 1], repeat=3))
+    lengths = [(0.5,) * n for n in (1, 2, 4, 5)]
+    for many in ([*patterns, *lengths], [*lengths, *patterns]):
+        plan = jedbatch.batch(fn).plan(W, many)
+        assert types_of(plan) == 3  # a row of `w`, nodes with room for 4, and with room for 8
+        check_plan(plan)
+
+
 def test_longer_lists_than_there_is_room_for():
     encode, many = encoder(child_sum, spread), trees(3, [1, 2, 3, 4, 5, 66])
     assert types_of(check(encode, W, many, gradients=False).plan(W, many)) == 4
