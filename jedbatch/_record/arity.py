@@ -423,11 +423,13 @@ class Arities:
         calls = self._cells.get(cell)
         if calls is None:
             calls = self._cells[cell] = CellCalls(fn, self._key_of)
-        if node_type in calls.lists:
-            calls.unmet.discard(node_type)
+        if node_type in calls.unmet:
+            calls.unmet.remove(node_type)
+        elif node_type in calls.lists:
             return
-        calls.add(node_type, self._node_types[node_type], args, slots, listed)
-        self._makers.note(node_type, cell)
+        else:
+            calls.add(node_type, self._node_types[node_type], args, slots, listed)
+            self._makers.note(node_type, cell)
         if calls.num_lengths <= MAX_ARITIES and calls.longest <= LONG:
             return
         for key, same in calls.roll(self._node_types).items():
@@ -445,7 +447,7 @@ class Arities:
         """
         calls = self._cells[cell]
         element = calls.element(node_type, self._node_types[node_type])
-        if element is None or element in calls.reduced.values():
+        if element is None or element in calls.reduced.values() or calls.longest > MAX_ARITIES:
             return ()
         calls.reduced[node_type] = element
         (known,) = calls.lists[node_type]

@@ -538,6 +538,27 @@ def test_sums_of_what_the_author_chose_are_not_foreseen():
 
 
 @pytest.mark.parametrize(
+    ("lengths", "padded"),
+    [
+        ((2, 1, 5, 6), False),
+        ((5, 6, 1, 2), False),
+        ((2, 1, 5, 6, 3), True),
+        ((5, 6, 1, 2, 3), True),
+        ((3, 2, 4, 1), False),
+        ((3, 2, 4, 1, 5), True),
+    ],
+)
+def test_lengths_that_are_foreseen_are_not_met(lengths, padded):
+    """Whatever is met first, more than four lengths share a type."""
+    plus = jedbatch.cell(lambda *xs: functools.reduce(jnp.add, xs))
+    batched = jedbatch.batch(lambda w, count: plus(*[w[0] * float(k) for k in range(count)]))
+    for count in lengths:
+        batched.plan(W, [count])
+    plan = batched.plan(W, list(lengths))
+    assert types_of(plan) == 2 + (1 if padded else len(lengths))  # a row of `w`, and a product
+
+
+@pytest.mark.parametrize(
     "plus",
     [
         lambda a, b: summed_parts(a, b),
