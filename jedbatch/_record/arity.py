@@ -90,7 +90,7 @@ class CellCalls:
       padded_types: ids of the types that serve several lengths, by their keys, capacities, and
         whether functions of elements are given.
       reduced: by type, the types of an element, where calls do nothing but reduce a few `*args`.
-      unmet: those of these types that were made before there was such a call.
+      unmet: the types that were made before there was such a call.
     """
 
     def __init__(self, fn: Callable, key_of: Callable[[Any], Hashable]):
@@ -454,11 +454,15 @@ class Arities:
         return tuple(n for n in range(2, MAX_ARITIES + 1) if n != known.length)
 
     def foresee(self, cell: Hashable, like: int, node_type: int) -> None:
-        """Takes a type of calls of a cell, made like another one, for one that may be met."""
+        """Takes a type of calls of a cell, made like another one, for one that may be met.
+
+        Programs have room for it if its calls reduce their arguments, too, and do nothing else.
+        """
         calls = self._cells[cell]
-        calls.reduced[node_type] = calls.reduced[like]
         calls.unmet.add(node_type)
-        self._foreseeing[cell] = calls
+        if calls.element(node_type, self._node_types[node_type]) == calls.reduced[like]:
+            calls.reduced[node_type] = calls.reduced[like]
+            self._foreseeing[cell] = calls
 
     def ahead(self, type_ids: Sequence[int]) -> list[tuple[int, int]]:
         """Returns pairs: a type that may be met, and one of those given that reduces the same.
@@ -470,7 +474,7 @@ class Arities:
         for calls in self._foreseeing.values():
             if calls.unmet and calls.longest <= MAX_ARITIES:
                 like = {calls.reduced[t]: t for t in type_ids if t in calls.reduced}
-                unmet = [t for t in sorted(calls.unmet) if calls.reduced[t] in like]
+                unmet = [t for t in sorted(calls.unmet) if calls.reduced.get(t) in like]
                 pairs += [(t, like[calls.reduced[t]]) for t in unmet]
         return pairs
 

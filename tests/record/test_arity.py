@@ -564,8 +564,11 @@ def test_lengths_that_are_foreseen_are_not_met(lengths, padded):
         lambda a, b: summed_parts(a, b),
         lambda *states: summed_parts(*states) if len(states) == 2 else [][len(states)],
         lambda *states: jax.tree.map(lambda x: 2 * x, summed_parts(*states)),
+        lambda *states: jax.tree.map(
+            lambda x: x if len(states) == 2 else jnp.tanh(x), summed_parts(*states)
+        ),
     ],
-    ids=["of two", "refuses others", "is no sum"],
+    ids=["of two", "refuses others", "is no sum", "is a sum of two only"],
 )
 def test_what_is_not_foreseen(plus):
     encode = paths(jedbatch.cell(plus))
