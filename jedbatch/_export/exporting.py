@@ -336,11 +336,10 @@ class Sample:
             batches = schedule(graph, batched._policy)
             is_stacked, order = form.batch is not None, batched._options.layout
             forms.append(form)
-            placed.append(
-                self.session.programs.place(
-                    graph, batches, returned, order, stacked=is_stacked, keeps=keeps, reuse=reuse
-                )
+            own = self.session.programs.place(
+                graph, batches, returned, order, stacked=is_stacked, keeps=keeps, reuse=reuse
             )
+            placed.append(replace(own, ahead=()))  # types are those of the sample
         return placed, forms
 
 

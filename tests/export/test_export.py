@@ -1,5 +1,6 @@
 """Exported models against the loop over instances, here and in a process without the model."""
 
+import functools
 import os
 import subprocess
 import sys
@@ -74,6 +75,25 @@ def test_equal_to_the_loop(program):
 
     slope = jax.grad(of_loop)(params)
     assert_close(jax.jit(jax.grad(of_exported))(params, plan), slope, rtol=1e-4)
+
+
+def test_sums_that_are_foreseen_are_no_part():
+    """Programs are for the types of the sample, whatever a cell may be called with later."""
+    plus = jedbatch.cell(lambda *xs: functools.reduce(jnp.add, xs), name="plus")
+
+    def fn(p, count):
+        return plus(*[p["e"][k] for k in range(count)])
+
+    batched = jedbatch.batch(fn)
+    exported = again(batched.export(P, [2, 4], gradient=True))
+    assert len(exported.node_types) == 3  # a row of `e`, and sums of two and of four
+    plan = exported.plan(batched.graph(P, [4, 2]).split(), gradient=True)
+
+    def of_loop(p):
+        return squared([fn(p, n) for n in (4, 2)])
+
+    value, slope = jax.value_and_grad(lambda p: squared(exported.apply(p, plan)))(P)
+    assert_close((value, slope), jax.value_and_grad(of_loop)(P), 1e-5)
 
 
 def test_any_topology(model):
