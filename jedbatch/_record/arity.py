@@ -16,6 +16,7 @@ soon as one of them is met, and programs have room for all: they are small, and 
 three states meet for the first time is no reason to compile.
 """
 
+import contextlib
 import dataclasses
 import inspect
 import itertools
@@ -394,6 +395,7 @@ class Arities:
         self._key_of = key_of
         self._cells: dict[Hashable, CellCalls] = {}
         self._foreseeing: dict[Hashable, CellCalls] = {}  # that have types which may be met
+        self._like: int | None = None  # the type like which calls are, while these are foreseen
 
     @property
     def revision(self) -> int:
@@ -423,13 +425,17 @@ class Arities:
         calls = self._cells.get(cell)
         if calls is None:
             calls = self._cells[cell] = CellCalls(fn, self._key_of)
-        if node_type in calls.unmet:
-            calls.unmet.remove(node_type)
-        elif node_type in calls.lists:
-            return
-        else:
+        is_new = node_type not in calls.lists
+        if is_new:
             calls.add(node_type, self._node_types[node_type], args, slots, listed)
             self._makers.note(node_type, cell)
+        if self._like is not None:
+            if is_new:
+                self._note_unmet(cell, self._like, node_type)
+            return
+        if not is_new and node_type not in calls.unmet:
+            return
+        calls.unmet.discard(node_type)
         if calls.num_lengths <= MAX_ARITIES and calls.longest <= LONG:
             return
         for key, same in calls.roll(self._node_types).items():
@@ -447,14 +453,23 @@ class Arities:
         """
         calls = self._cells[cell]
         element = calls.element(node_type, self._node_types[node_type])
-        if element is None or element in calls.reduced.values() or calls.longest > MAX_ARITIES:
+        if element is None or element in calls.reduced.values():
             return ()
         calls.reduced[node_type] = element
         (known,) = calls.lists[node_type]
         return tuple(n for n in range(2, MAX_ARITIES + 1) if n != known.length)
 
-    def foresee(self, cell: Hashable, like: int, node_type: int) -> None:
-        """Takes a type of calls of a cell, made like another one, for one that may be met.
+    @contextlib.contextmanager
+    def foreseeing(self, like: int) -> Iterator[None]:
+        """Calls that are noted meanwhile may come, and are made like those of a type."""
+        self._like = like
+        try:
+            yield
+        finally:
+            self._like = None
+
+    def _note_unmet(self, cell: Hashable, like: int, node_type: int) -> None:
+        """Notes a type of calls that may come, made like another one.
 
         Programs have room for it if its calls reduce their arguments, too, and do nothing else.
         """

@@ -190,15 +190,13 @@ def _foresee(
     node_type: int,
 ) -> None:
     """Makes the types of calls of a cell with other numbers of `*args` (see `Arities`)."""
-    arities, node_types = recorder.registry.arities, recorder.registry.node_types
+    arities = recorder.registry.arities
     for length in arities.lengths_ahead(calls, node_type):
-        num_types = len(node_types)
         try:
-            recorded = recorder.cell_call_spec(cell, args[:1] * length, static)
+            with arities.foreseeing(node_type):
+                recorder.cell_call_spec(cell, args[:1] * length, static)
         except Exception:  # the cell takes no such number
             return
-        if recorded is not None and recorded[0].node_type >= num_types:
-            arities.foresee(calls, node_type, recorded[0].node_type)
 
 
 def _make_values(

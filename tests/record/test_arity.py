@@ -549,13 +549,17 @@ def test_sums_of_what_the_author_chose_are_not_foreseen():
     ],
 )
 def test_lengths_that_are_foreseen_are_not_met(lengths, padded):
-    """Whatever is met first, more than four lengths share a type."""
-    plus = jedbatch.cell(lambda *xs: functools.reduce(jnp.add, xs))
+    """Whatever is met first, more than four lengths share a type; and the same types are known.
+
+    Processes that share programs may have met other lengths first.
+    """
+    plus = jedbatch.cell(lambda *xs: functools.reduce(jnp.add, xs), name="plus")
     batched = jedbatch.batch(lambda w, count: plus(*[w[0] * float(k) for k in range(count)]))
     for count in lengths:
         batched.plan(W, [count])
     plan = batched.plan(W, list(lengths))
     assert types_of(plan) == 2 + (1 if padded else len(lengths))  # a row of `w`, and a product
+    assert {2, 3, 4} <= {len(t.operands) for t in plan.graph.types if t.name == "plus"}
 
 
 @pytest.mark.parametrize(
