@@ -480,17 +480,17 @@ class Arities:
             self._foreseeing[cell] = calls
 
     def ahead(self, type_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns pairs: a type that may be met, and one of those given that reduces the same.
+        """Returns pairs: a type that may come, and one of those given that reduces the same.
 
         Cells of which longer lists were met are called with what their authors chose, such as
         eight at a time, and not with whatever there is.
         """
         pairs = []
         for calls in self._foreseeing.values():
-            if calls.unmet and calls.longest <= MAX_ARITIES:
+            if calls.longest <= MAX_ARITIES:
                 like = {calls.reduced[t]: t for t in type_ids if t in calls.reduced}
-                unmet = [t for t in sorted(calls.unmet) if calls.reduced.get(t) in like]
-                pairs += [(t, like[calls.reduced[t]]) for t in unmet]
+                others = sorted(calls.reduced.keys() - set(type_ids)) if like else []
+                pairs += [(t, like[x]) for t in others if (x := calls.reduced[t]) in like]
         return pairs
 
     def _padded(self, cell: Hashable, rolled: Rolled, key: Any) -> PaddedCalls:

@@ -531,6 +531,23 @@ def test_sums_of_few_are_foreseen(gradient):
     assert sorted(widths) == [4, 6, 8]  # of two, three and four states
 
 
+def test_room_for_sums_that_are_foreseen_makes_no_program_too_large():
+    """As one is that has four times the room that a minibatch needs."""
+    plus = jedbatch.cell(lambda *xs: functools.reduce(jnp.add, xs))
+
+    def fn(w, count):
+        for _ in range(count):
+            w = plus(w, w)
+        return w
+
+    batched, programs = jedbatch.batch(fn), set()
+    for count in (300, 200, 250):
+        plan = batched.plan(jnp.ones(512), [count] * 4, gradient=True)
+        programs.add(plan.static.signature)
+    (signature,) = programs
+    assert len(signature.kernels) == types_of(plan) + 2
+
+
 def test_sums_of_what_the_author_chose_are_not_foreseen():
     batched = jedbatch.batch(paths(jedbatch.cell(summed_parts)))
     plan = batched.plan(W, steps(0, [1, 2, 6, 2]))
