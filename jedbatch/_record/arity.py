@@ -112,9 +112,9 @@ class CellCalls:
     ) -> None:
         """Adds a type of calls, which has the id `node_type`."""
         self.listed[node_type] = listed
-        self._weak[node_type] = _weak_among_others(of)
         self.lists[node_type] = tuple(_lists(args, self.first_variable))
         self.slots[node_type] = tuple(slots)
+        self._weak[node_type] = _weak_among_others(of, self.lists[node_type], slots)
 
     @property
     def num_lengths(self) -> int:
@@ -545,9 +545,13 @@ class Arities:
         return pad(self.padded, self._makers, self._node_types, *nodes)
 
 
-def _weak_among_others(of: NodeType) -> tuple[bool, ...]:
-    """Returns which operands have weak types; nothing where all have, or none has."""
-    weak = tuple(t.weak for t in of.operands)
+def _weak_among_others(
+    of: NodeType, lists: Sequence[ListArgument], slots: Sequence[bool]
+) -> tuple[bool, ...]:
+    """Returns which operands in lists have weak types; nothing where all have, or none has."""
+    in_lists = {x.first + k for x in lists for k in range(x.length * x.leaves)}
+    operands = zip(itertools.compress(itertools.count(), slots), of.operands, strict=True)
+    weak = tuple(t.weak for leaf, t in operands if leaf in in_lists)
     return weak if len(set(weak)) > 1 else ()
 
 

@@ -266,6 +266,23 @@ def test_elements_of_weak_types_among_others():
     assert types_of(few) == 3  # two leaves, a leaf and a node, and two nodes
 
 
+def test_arguments_of_weak_types_that_are_no_elements():
+    """Two lengths are few, whatever the types of the other arguments are."""
+
+    @jedbatch.cell
+    def node(w, x, y, *states):
+        return jnp.tanh(x * y * sum(states) @ w)
+
+    def fn(w, instance):
+        x, y, count = instance
+        return node(w, x or w[0, 0], y or w[0, 1], *[w[0] for _ in range(count)])
+
+    instances = list(itertools.product([0, 0.5], [0, 2.0], [2, 3]))
+    plan = jedbatch.batch(fn).plan(W, instances)
+    names = [plan.graph.types[t].name for t, _ in plan.schedule.batches]
+    assert names.count("node") == len(instances)
+
+
 def test_patterns_of_weak_types_that_are_met_before_lengths():
     """Types of lists of one length do not vary; later they do."""
 
