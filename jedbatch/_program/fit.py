@@ -41,7 +41,7 @@ from jedbatch._program.widths import is_cut_cheaply
 # Bytes of results; a program of this size will do for any minibatch. In inference, rows that nobody
 # writes take memory and no time, but under `jax.vmap` and `jax.lax.map`, where XLA fills them; in
 # training, weight gradients are computed over all lanes.
-SMALL_RESULT_BYTES, SMALL_IN_INFERENCE = 1 << 20, 1 << 25
+SMALL_RESULT_BYTES, SMALL_IN_INFERENCE = 1 << 20, 1 << 23
 
 
 def fits(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) -> bool:
