@@ -171,8 +171,7 @@ def _share(record: Record) -> tuple[np.ndarray, ...]:
 
 
 def _bytes_of(_: Hashable, structure: Structure) -> int:
-    graph = structure.record.whole  # kept as a whole, but mostly with others
-    return graph.nbytes // graph.num_instances
+    return structure.record.whole.nbytes_each  # kept as a whole, but mostly with others
 
 
 def _columns(graph: Graph) -> tuple[np.ndarray, ...]:

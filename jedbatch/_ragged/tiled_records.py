@@ -111,7 +111,7 @@ class Expansion:
         self._known: dict[Any, ExpandedRecord] = Memory(
             MAX_EXPANDED,
             EXPANDED_BYTES,
-            lambda _, record: record.whole.nbytes // record.whole.num_instances,
+            lambda _, record: record.whole.nbytes_each,
         )
 
     def expand(
