@@ -7,41 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.divergent import loop, over_lanes, walk
 from cases.helpers import check
 from jax import lax
 
 import jedbatch
 from jedbatch._jaxpr import divergent
-from jedbatch._jaxpr.divergent import lanes_at_a_time, without_lock_step
+from jedbatch._jaxpr.divergent import lanes_at_a_time
 from jedbatch._jaxpr.program_counters import BRANCH_LANES, LaneRule
 
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=(4, 4)) / 2, jnp.float32)
-
-
-def over_lanes(fn, *args, mode="lanes", axes=0, rule=None):
-    """Returns the function of lanes, without lock step."""
-    one = [
-        jax.tree.map(lambda x: x[0], arg) if axis == 0 else arg
-        for arg, axis in zip(args, axes if axes else [0] * len(args), strict=True)
-    ]
-    program = without_lock_step(jax.make_jaxpr(fn)(*one), mode, rule=rule)
-    structure = jax.tree.structure(jax.eval_shape(fn, *one))
-
-    def run(*xs):
-        out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves(xs))
-        return jax.tree.unflatten(structure, out)
-
-    return jax.vmap(run, axes or 0)
-
-
-def loop(fn, *args):
-    """Returns the results of one lane after the other."""
-    fn = jax.jit(fn)
-    return jax.tree.map(
-        lambda *xs: jnp.stack(xs),
-        *[fn(*[jax.tree.map(lambda x, i=i: x[i], a) for a in args]) for i in range(len(args[0]))],
-    )
 
 
 def steps(n, x):
@@ -121,14 +97,6 @@ def test_loops_end_by_what_they_compute_and_nest():
 @pytest.mark.parametrize("many_bytes", [0, 1 << 30])
 def test_each_lane_has_random_numbers_of_its_own(many_bytes, monkeypatch):
     monkeypatch.setattr(divergent, "MANY_BYTES", many_bytes)
-
-    def walk(key, n):
-        def body(carry):
-            key, i, x = carry
-            key, now = jax.random.split(key)
-            return key, i + 1, x + jax.random.normal(now)
-
-        return lax.while_loop(lambda c: c[1] < n, body, (key, 0, jnp.float32(0)))[2]
 
     keys = jax.random.split(jax.random.key(0), 100)
     n = jnp.asarray(rng.geometric(1 / 4, 100), jnp.int32)

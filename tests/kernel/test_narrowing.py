@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.divergent import loop, over_lanes, walk
 from jax import lax
 
 import jedbatch
-from jedbatch._jaxpr.divergent import without_lock_step
 from jedbatch._jaxpr.lane_steps import counting
 from jedbatch._jaxpr.narrowing import narrowed, narrower_widths
 from jedbatch._jaxpr.program_counters import LaneRule
@@ -28,25 +28,10 @@ COUNTS = {
 
 def lanes(fn, *args, rule=CHEAP, mode="auto"):
     """Returns the function of lanes, and the counts of a call with the arguments."""
-    one = [jax.tree.map(lambda x: x[0], arg) for arg in args]
-    structure = jax.tree.structure(jax.eval_shape(fn, *one))
     with counting() as counter:
-        program = without_lock_step(jax.make_jaxpr(fn)(*one), mode, rule=rule)
-
-        @jax.vmap
-        def run(*xs):
-            out = jax.core.eval_jaxpr(program.jaxpr, program.consts, *jax.tree.leaves(xs))
-            return jax.tree.unflatten(structure, out)
-
+        run = over_lanes(fn, *args, mode=mode, rule=rule)
         jax.block_until_ready(jax.jit(lambda *xs: run(*xs))(*args))
         return run, counter.result()
-
-
-def loop(fn, *args):
-    """Returns the results of one lane after the other."""
-    fn = jax.jit(fn)
-    rows = [fn(*[x[i] for x in args]) for i in range(len(args[0]))]
-    return jax.tree.map(lambda *xs: jnp.stack(xs), *rows)
 
 
 def close(ours, theirs):
@@ -136,14 +121,6 @@ def test_nan_random_keys_and_derivatives_are_those_of_each_lane():
     x = jnp.asarray(RNG.normal(size=(600, 4)), jnp.float32).at[7].set(np.nan)
     run, _ = lanes(steps, n, x)
     close(jax.jit(run)(n, x), loop(steps, n, x))
-
-    def walk(key, n):
-        def body(carry):
-            key, i, x = carry
-            key, now = jax.random.split(key)
-            return key, i + 1, x + jax.random.normal(now)
-
-        return lax.while_loop(lambda c: c[1] < n, body, (key, 0, jnp.float32(0)))[2]
 
     keys = jax.random.split(jax.random.key(0), 600)
     run, ran = lanes(walk, keys, n, rule=LaneRule(step_work=2e3))
