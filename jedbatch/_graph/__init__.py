@@ -13,11 +13,12 @@ Read in this order:
 7. `serialize`: Graphs in npz files: which arrays are in there, and how large they are, before any
    is read.
 8. `arguments`: Checks of the arrays that `Graph.from_dag` is given.
-9. `graph`: Dataflow graphs of instances, as data.
-10. `degeneracy`: Graphs that hardly batch.
-11. `record`: `Record`: what recording an instance gave.
-12. `structures`: Instances of one structure: those whose graphs differ in the values of their
+9. `invariants`: The invariants of graphs, such as those that come from files.
+10. `graph`: Dataflow graphs of instances, as data.
+11. `degeneracy`: Graphs that hardly batch.
+12. `record`: `Record`: what recording an instance gave.
+13. `structures`: Instances of one structure: those whose graphs differ in the values of their
    inputs alone.
-13. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
+14. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
    leads across.
 """

@@ -26,6 +26,7 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._graph import analysis, serialize
 from jedbatch._graph.arguments import checked_names, checked_operands, checked_rows
+from jedbatch._graph.invariants import check_invariants
 from jedbatch._graph.joining import INPUTS, NODES, OUTPUTS, bounds_of, join
 from jedbatch._graph.paths import longest_paths, pointers
 from jedbatch._graph.types import NodeType, ValueType
@@ -465,55 +466,7 @@ class Graph:
 
     def check(self) -> None:
         """Raises `ValueError` unless every invariant of the class holds."""
-
-        def require(condition: bool, what: str) -> None:
-            if not condition:
-                raise ValueError(f"not a valid graph: {what}")
-
-        num_nodes, num_inputs = len(self.node_type), self.num_inputs
-        in_range = (self.node_type >= 0) & (self.node_type < len(self.types))
-        require(bool(in_range.all()), "`node_type` has an id that is not in `types`")
-        require(len(self.operand_ptr) == num_nodes + 1, "`operand_ptr` needs N + 1 entries")
-        require(int(self.operand_ptr[0]) == 0, "`operand_ptr` must start at 0")
-        counts = np.diff(self.operand_ptr)
-        require(bool((counts >= 0).all()), "`operand_ptr` decreases")
-        require(int(self.operand_ptr[-1]) == len(self.operand), "`operand_ptr` must end at E")
-        reader = np.repeat(np.arange(num_nodes), counts)
-        late = np.flatnonzero(self.operand >= self.value_ptr[reader])
-        if len(late):
-            k = late[0]
-            require(
-                False,
-                f"node {reader[k]} reads {self.operand[k]}, which does not come before it; "
-                "list nodes so that operands precede their readers",
-            )
-        for name in ("operand", "outputs"):
-            low = int(getattr(self, name).min(initial=0))
-            high = int(getattr(self, name).max(initial=-1))
-            require(
-                low >= -num_inputs,
-                f"`{name}` names input {-1 - low} of {num_inputs} inputs",
-            )
-            require(high < self.num_values, f"`{name}` names result {high} of {self.num_values}")
-        for name, end in (
-            ("node_ptr", num_nodes),
-            ("input_ptr", num_inputs),
-            ("output_ptr", len(self.outputs)),
-        ):
-            ptr = getattr(self, name)
-            rising = bool((np.diff(ptr) >= 0).all())
-            require(
-                rising and ptr[0] == 0 and ptr[-1] == end, f"`{name}` must rise from 0 to {end}"
-            )
-        for t in self.present_types:
-            node_type = self.types[t]
-            if node_type.operation is not None:
-                arity = counts[self.node_type == t]
-                require(
-                    bool((arity == len(node_type.operands)).all()),
-                    f"a node of type {node_type.name} has {arity.max()} operands and its type "
-                    f"{len(node_type.operands)}",
-                )
+        check_invariants(self)
 
     def __str__(self) -> str:
         counts = self.nodes_per_type
