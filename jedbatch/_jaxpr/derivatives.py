@@ -267,6 +267,32 @@ def spread_to(values: Sequence[Array], places: Sequence[int], like: Sequence[Any
     return with_replaced([None] * len(like), places, values)
 
 
+def pull_back_some(
+    run: Callable,
+    args: Sequence[Array],
+    moving: Sequence[int],
+    returned: Sequence[int],
+    cotangents: Sequence[Array],
+) -> list[Any]:
+    """Returns the cotangents of some arguments of a function; None of the others.
+
+    Args:
+      run: from a list of arguments to the results.
+      args: the arguments.
+      moving: the places of those that have a cotangent.
+      returned: the places of results that have one.
+      cotangents: of all results.
+    """
+
+    def forward(some: Sequence[Array]) -> list[Array]:
+        results = run(with_replaced(args, moving, some))
+        return [results[i] for i in returned]
+
+    _, back = jax.vjp(forward, [args[i] for i in moving])
+    (found,) = back([cotangents[i] for i in returned])
+    return with_replaced([None] * len(args), moving, found)
+
+
 def has_tangent(x: object) -> bool:
     return has_gradient(jax.typeof(x).dtype)
 

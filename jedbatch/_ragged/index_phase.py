@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
-from jedbatch._jaxpr.derivatives import with_replaced
+from jedbatch._jaxpr.derivatives import pull_back_some
 from jedbatch._jaxpr.interpret import Bindings, has_gradient, value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
@@ -71,26 +71,17 @@ class IndexPhase:
         def pull_back(arguments, results, residuals, cotangents, wanted, moves):
             shared, reads, table = arguments
             # JAX refuses to differentiate products by factors, if an index may come twice.
-            moving_shared = [i for i in self._moving_shared if wanted[0][i]]
-            moving = [i for i in self._moving if wanted[1][i]]
+            moving = [i for i in self._moving_shared if wanted[0][i]]
+            moving += [len(shared) + i for i in self._moving if wanted[1][i]]
             returned = [i for i in self._returned if cotangents[i] is not None]
-            gates = Gates.find(phase, returned)
-            flags = [moves[i] for i in returned]
+            gates, flags = Gates.find(phase, returned), [moves[i] for i in returned]
 
-            def forward(some_shared, some_reads):
-                all_shared = with_replaced(shared, moving_shared, some_shared)
-                all_reads = with_replaced(reads, moving, some_reads)
-                outs = self._run(batch.reading(table), all_shared, all_reads, gates, flags)
-                return [outs[i] for i in returned]
+            def forward(given):
+                parts = given[: len(shared)], given[len(shared) :]
+                return self._run(batch.reading(table), *parts, gates, flags)
 
-            given = [shared[i] for i in moving_shared], [reads[i] for i in moving]
-            _, back = jax.vjp(forward, *given)
-            of_shared, of_reads = back([cotangents[i] for i in returned])
-            return (
-                with_replaced([None] * len(shared), moving_shared, of_shared),
-                with_replaced([None] * len(reads), moving, of_reads),
-                None,
-            )
+            found = pull_back_some(forward, [*shared, *reads], moving, returned, cotangents)
+            return found[: len(shared)], found[len(shared) :], None
 
         def marks(arguments, cotangents):
             return batch.reading(arguments[2]).moving_calls(phase.writes, cotangents)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from jedbatch._jaxpr.derivatives import with_replaced
+from jedbatch._jaxpr.derivatives import pull_back_some
 from jedbatch._jaxpr.interpret import (
     Bindings,
     Rule,
@@ -88,13 +88,8 @@ class SharedValues:
             returned = [i for i, x in enumerate(cotangents) if x is not None]
             gates, flags = Gates.find(phase, returned), [moves[i] for i in returned]
 
-            def forward(*some):
-                outs = self._made(with_replaced(given, moving, some), gates, flags)
-                return [outs[i] for i in returned]
-
-            _, back = jax.vjp(forward, *[given[i] for i in moving])
-            of_moving = back([cotangents[i] for i in returned])
-            return with_replaced([None] * len(given), moving, of_moving)
+            run = functools.partial(self._made, gates=gates, flags=flags)
+            return pull_back_some(run, given, moving, returned, cotangents)
 
         def marks(given, cotangents):
             return [jnp.zeros((), bool) if x is None else (x != 0).any() for x in cotangents]
