@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 
 class _Recording(threading.local):
-    """Who records in a thread; in a greenlet, to gevent, which has its own `threading.local`."""
+    """The recorder of each thread; under gevent of each greenlet, as its `threading.local` does."""
 
     recorder: Any = None
 
@@ -34,7 +34,7 @@ class _Recording(threading.local):
 
 
 def _recording() -> Any:
-    """Returns the same, compiled if it can be: a call of a cell asks, and that is a third of it."""
+    """Returns the same, compiled if it can be, as every call of a cell asks for it."""
     compiled = core()
     # The class that gevent puts in its place is that of `_thread`, too, but is made elsewhere.
     if compiled is None or threading.local.__module__ != "_thread":

@@ -30,6 +30,7 @@ from jedbatch._jaxpr.versions import (
     without_consts,
 )
 from jedbatch._record.closures import function_identity
+from jedbatch._record.instance_arrays import is_array
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Leaf
 
@@ -212,3 +213,10 @@ def _is_plain(x: Any) -> bool:
 def _all_same(params: dict[str, Any], others: dict[str, Any]) -> bool:
     """Returns whether the parameters of a primitive are the very same objects."""
     return len(params) == len(others) and all(map(operator.is_, params.values(), others.values()))
+
+
+def identity_of_constant(x: Leaf) -> Hashable:
+    """Returns what is equal for concrete values that an operation gives the same results for."""
+    if isinstance(x, np.ndarray):  # its contents may change
+        return type(x), x.dtype, x.shape, x.tobytes()
+    return Same(x) if is_array(x) else typed_or_same(x)

@@ -40,7 +40,6 @@ from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch import checks
 from jedbatch._graph.operations import PrimitiveKey
-from jedbatch._jaxpr.identity import Same, typed_or_same
 from jedbatch._jaxpr.interpret import has_gradient, returns_nothing
 from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
@@ -63,6 +62,7 @@ from jedbatch._record.instance_arrays import (
     owned_arrays,
     replace_arrays,
 )
+from jedbatch._record.keys import identity_of_constant
 from jedbatch._record.lifting import with_operands
 from jedbatch._record.operators import (
     index_shared,
@@ -511,8 +511,8 @@ class Recorder(Trace):
         tracers |= {i: self.shared_value(tracers[i]) for i in values}
         shared = tuple(s.index for s in tracers.values() if isinstance(s, Shared))
         if len(shared) == len(tracers) and not is_ragged:
-            numbers = tuple(map(_identity_of_constant, (x for x in args if not np.ndim(x))))
-            arrays = tuple(map(_identity_of_constant, filter(self._is_value, args)))
+            numbers = tuple(map(identity_of_constant, (x for x in args if not np.ndim(x))))
+            arrays = tuple(map(identity_of_constant, filter(self._is_value, args)))
             if not self.registry.varies(key, shared, numbers, arrays):
                 return self._shared_operation(key, call, args, tracers)
         symbols = [tracers[i] if i in tracers else self.symbol(x) for i, x in enumerate(args)]
@@ -545,7 +545,7 @@ class Recorder(Trace):
         for x in args:
             self.trust(x)
         constants = self.registry.constants
-        full = (key, *map(_identity_of_constant, args))
+        full = (key, *map(identity_of_constant, args))
         out = constants.get(full)
         if out is None:
             with pause(), jax.ensure_compile_time_eval():
@@ -557,7 +557,7 @@ class Recorder(Trace):
     def _shared_operation(self, key, call, args, tracers) -> list[Leaf]:
         """Records an operation on shared values and constants, done once per minibatch."""
         marks = tuple(
-            "shared" if i in tracers else _identity_of_constant(x) for i, x in enumerate(args)
+            "shared" if i in tracers else identity_of_constant(x) for i, x in enumerate(args)
         )
 
         def filled(*values):
@@ -594,9 +594,3 @@ class Recorder(Trace):
     def _output_of(self, symbol: Value) -> tuple[int, tuple]:
         value_type = self.registry.value_types[symbol.type]
         return symbol.index, (value_type.shape, value_type.dtype)
-
-
-def _identity_of_constant(x: Leaf) -> Hashable:
-    if isinstance(x, np.ndarray):  # its contents may change
-        return type(x), x.dtype, x.shape, x.tobytes()
-    return Same(x) if is_array(x) else typed_or_same(x)
