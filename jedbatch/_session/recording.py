@@ -83,8 +83,9 @@ class Recording:
                 form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]
                 keys[i] = ("given", self.key(*instances[i]), *form)
         given = cache.look(keys, arrays)
-        for i, g in zip(others, map(given.__getitem__, others), strict=True):
-            keys[i] = keys[i] if g is None else g.key
+        for i in others:
+            if (g := given[i]) is not None:
+                keys[i] = g.key
             if keys[i] is not None:
                 records[i] = cache.by_key.get(keys[i])
         first: dict[Hashable, int] = {}

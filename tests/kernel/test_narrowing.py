@@ -210,7 +210,7 @@ def test_other_counts_compile_nothing_and_bounds_name_the_instance(kind):
 
 
 def test_moved_lanes_that_are_done_repeat_no_step():
-    """What is put together beside those that go on is not written."""
+    """Lanes that are put together beside those that go on are not written."""
     start = [jnp.arange(256, dtype=jnp.int32) % 7]
     ends = narrowed(
         lambda own, carry: carry[0] < own[0],

@@ -121,7 +121,7 @@ def test_unread_results_add_nothing(name):
 
 
 def root(w, x):
-    """Whose derivative is infinite for the first instance alone."""
+    """A root whose derivative is infinite for the first instance alone."""
     return (jnp.sqrt(w * w * jnp.abs(x[0] - 1)).sum(),)
 
 

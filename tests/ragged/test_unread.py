@@ -124,7 +124,7 @@ def losses(fn, name, target):
 
 
 def same(of_plan, of_loop, transform, *args):
-    """What a transformation makes of both is the same, and finite."""
+    """Both give the same under a transformation, and it is finite."""
     expected = jax.jit(transform(of_loop))(*args)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
     assert_close(jax.jit(transform(of_plan))(*args), expected, 2e-4)

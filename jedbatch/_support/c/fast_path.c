@@ -584,8 +584,8 @@ is_spare(FastPath *self, PyObject *x)
     return *slot(x, self->trace_at) == self->recorder;
 }
 
-/* Keeps results of the instance at hand that nobody has but `kept`, for the next instance: to make
- * a tuple of symbols, and to let it go, takes as long as all else that is done to record a call. */
+/* Keeps results of the instance at hand that nobody has but `kept`, for the next instance, which
+ * then makes no tuple and no symbols for them. */
 static void
 keep_spare(FastPath *self)
 {
