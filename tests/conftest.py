@@ -5,8 +5,9 @@ in `cases`, texts that must not change by accident in `golden`. Tests marked as 
 a table of which some cases are always run (`cases.helpers.mostly_slow`), or train a model.
 
 Most of the time of tests goes into compiling. Slow ones, and modules marked as `unoptimized`, whose
-programs take long, are compiled with little optimization of the machine's code, all others as
-users compile them (`is_optimized`).
+programs take long, are compiled with little optimization of the machine's code, and on JAX 0.10
+with XLA's older emitters of fusions, which take half as long; all others as users compile them
+(`is_optimized`).
 """
 
 import gc
@@ -19,6 +20,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
 
 import jax
 import pytest
+from jax._src import compiler  # JAX has no setting for options of all programs
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -42,11 +44,20 @@ def pytest_collection_modifyitems(items):
 
 LITTLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # all passes of XLA run, but LLVM's hardly any
 GIVEN = LITTLE in os.environ
+HAS_EMITTERS = jax.__version_info__ < (0, 11)  # of fusions, two kinds
 
 
 def is_optimized(item):
     """Returns whether the programs of a test are compiled as users compile them."""
     return not (item.get_closest_marker("slow") or item.get_closest_marker("unoptimized"))
+
+
+def with_older_emitters(
+    *args, env_options_overrides=None, get=compiler.get_compile_options, **rest
+):
+    """The options that JAX gives a program, and one more."""
+    overrides = {**(env_options_overrides or {}), "xla_cpu_use_fusion_emitters": "False"}
+    return get(*args, env_options_overrides=overrides, **rest)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -59,6 +70,8 @@ def pytest_runtest_protocol(item):
         return (yield)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(LITTLE, "1")
+        if HAS_EMITTERS:
+            patch.setattr(compiler, "get_compile_options", with_older_emitters)
         jax.config.update(LITTLE.lower(), True)
         try:
             return (yield)
