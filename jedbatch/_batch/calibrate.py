@@ -24,7 +24,8 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._batch.batched import Batched
-from jedbatch._graph.graph import Graph, InputRows, checked_graph
+from jedbatch._graph.graph import Graph, checked_graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.storage import is_key, row_bytes, stored
 from jedbatch._program.executors import median_seconds

@@ -6,7 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from jedbatch._control_flow.recorded_graph import RecordedGraph
-from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._program.placement import Placement

@@ -30,7 +30,8 @@ from jedbatch._control_flow.recorded import Beginning, Recorded
 from jedbatch._control_flow.recorded_graph import RecordedGraph
 from jedbatch._control_flow.rounds_as_one import as_one
 from jedbatch._control_flow.templates import template_of
-from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import distinct
 from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.identity import Same

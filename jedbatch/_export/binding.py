@@ -16,7 +16,8 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.arguments import checked_operands, checked_rows
-from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers, ranges
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.storage import Kind, is_key, stored

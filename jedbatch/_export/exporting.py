@@ -17,7 +17,8 @@ from jedbatch._export.exported import HEURISTICS, Exported, executable_name, mem
 from jedbatch._export.planned_kernels import kernel_to_json
 from jedbatch._export.programs import Variant, default_platform, programs_of_variant
 from jedbatch._export.trees import parameter_types, structure_to_json
-from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.serialize import type_to_json
 from jedbatch._graph.types import NodeType, ValueType

@@ -13,12 +13,14 @@ Read in this order:
 7. `serialize`: Graphs in npz files: which arrays are in there, and how large they are, before any
    is read.
 8. `arguments`: Checks of the arrays that `Graph.from_dag` is given.
-9. `invariants`: The invariants of graphs, such as those that come from files.
-10. `graph`: Dataflow graphs of instances, as data.
-11. `degeneracy`: Graphs that hardly batch.
-12. `record`: `Record`: what recording an instance gave.
-13. `structures`: Instances of one structure: those whose graphs differ in the values of their
+9. `inputs`: The values that enter a graph: where they come from, and those of many instances
+   as columns.
+10. `invariants`: The invariants of graphs, such as those that come from files.
+11. `graph`: Dataflow graphs of instances, as data.
+12. `degeneracy`: Graphs that hardly batch.
+13. `record`: `Record`: what recording an instance gave.
+14. `structures`: Instances of one structure: those whose graphs differ in the values of their
    inputs alone.
-14. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
+15. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
    leads across.
 """

@@ -26,6 +26,7 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._graph import analysis, serialize
 from jedbatch._graph.arguments import checked_names, checked_operands, checked_rows
+from jedbatch._graph.inputs import InputRows, bytes_of_inputs, types_and_counts
 from jedbatch._graph.invariants import check_invariants
 from jedbatch._graph.joining import INPUTS, NODES, OUTPUTS, bounds_of, join
 from jedbatch._graph.paths import longest_paths, pointers
@@ -36,24 +37,6 @@ if TYPE_CHECKING:
 
 # What graphs know of their nodes and their union takes over.
 CARRIED = ("rank", "rank_alone", "height", "chain")
-
-
-@dataclass(frozen=True, eq=False)
-class InputRows:
-    """Consecutive inputs of one value type: where their values come from.
-
-    Either `rows` holds them, or they are parts of the instance's own array number `leaf`:
-    `array[i]` for each entry i of `rows`, or, if `rows` is None, the one that the indices in
-    `path` lead to, one after the other.
-    """
-
-    type: ValueType
-    rows: np.ndarray | None  # [k, *type.shape], or int[k] positions in the leaf
-    leaf: int | None = None
-    path: tuple = ()
-
-    def __len__(self) -> int:
-        return 1 if self.rows is None else len(self.rows)
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +61,7 @@ class Graph:
     node_type: Int32[np.ndarray, " N"]
     operand_ptr: Int64[np.ndarray, " N+1"]
     operand: Int32[np.ndarray, " E"]
-    inputs: tuple[InputRows, ...] = ()
+    inputs: Sequence[InputRows] = ()
     outputs: Int32[np.ndarray, " O"] = field(default_factory=lambda: np.zeros(0, np.int32))
     node_ptr: Int64[np.ndarray, " B+1"] = None  # type: ignore[assignment]  # until it is built
     input_ptr: Int64[np.ndarray, " B+1"] = None  # type: ignore[assignment]
@@ -87,14 +70,18 @@ class Graph:
     @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        rows = [chunk.rows for chunk in self.inputs if chunk.rows is not None]
         arrays = [x for x in vars(self).values() if isinstance(x, np.ndarray)]
-        return sum(x.nbytes for x in (*arrays, *rows))
+        return sum(x.nbytes for x in arrays) + bytes_of_inputs(self.inputs)
 
     @functools.cached_property
     def nbytes_each(self) -> int:
         """The share of an instance in the bytes of all arrays."""
         return self.nbytes // max(1, self.num_instances)
+
+    @functools.cached_property
+    def nodes_each(self) -> int:
+        """The share of an instance in the nodes, rounded up."""
+        return -(-len(self.node_type) // max(1, self.num_instances))
 
     def __post_init__(self) -> None:
         if self.node_ptr is None:
@@ -212,11 +199,8 @@ class Graph:
         """
         if not parts:
             raise ValueError("`Graph.concatenate` got no graphs; expected at least one.")
-        first_graph = parts[0][0]
-        if len(parts) == first_graph.num_instances and all(
-            g is first_graph and i == k for k, (g, i) in enumerate(parts)
-        ):
-            return first_graph
+        if are_whole(parts):
+            return parts[0][0]
         graphs = {id(g): g for g, _ in parts}
         types = _common_types(list(graphs.values()))
         number = {name: i for i, name in enumerate(graphs)}
@@ -245,9 +229,10 @@ class Graph:
     @functools.cached_property
     def chunks(self) -> list[tuple[InputRows, ...]]:
         """The inputs of every instance."""
-        ends = pointers(np.fromiter(map(len, self.inputs), np.int64, len(self.inputs)))
+        inputs = tuple(self.inputs)
+        ends = pointers(np.fromiter(map(len, inputs), np.int64, len(inputs)))
         ptr = np.searchsorted(ends, self.input_ptr).tolist()
-        return [self.inputs[a:b] for a, b in itertools.pairwise(ptr)]
+        return [inputs[a:b] for a, b in itertools.pairwise(ptr)]
 
     @property
     def num_instances(self) -> int:
@@ -289,7 +274,7 @@ class Graph:
 
     @functools.cached_property
     def num_inputs(self) -> int:
-        return sum(map(len, self.inputs))
+        return sum(types_and_counts(self.inputs)[1])
 
     @functools.cached_property
     def operand_reader(self) -> Int64[np.ndarray, " E"]:
@@ -530,6 +515,14 @@ class Graph:
             return graph
         except (KeyError, TypeError, ValueError) as error:
             raise serialize.unreadable(path, error) from error
+
+
+def are_whole(parts: Sequence[tuple[Graph, int]]) -> bool:
+    """Returns whether instances `(graph, index)`, at least one, are all of one graph, in order."""
+    graph = parts[0][0]
+    if len(parts) != graph.num_instances:
+        return False
+    return all(g is graph and i == k for k, (g, i) in enumerate(parts))
 
 
 def checked_graph(who: str, graph: object) -> Graph:

@@ -1,7 +1,7 @@
 """`Record`: what recording an instance gave."""
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,19 @@ class Record:
     index: int
     structure: Any
     types: tuple[tuple, ...]
+
+    @staticmethod
+    def of_all(whole: Graph, forms: Sequence[tuple[Any, tuple]]) -> list["Record"]:
+        """Returns the records of the instances of a graph, given (structure, types) of each.
+
+        They are made without `__init__`, which takes twice as long for a frozen class.
+        """
+        records = []
+        for index, (structure, types) in enumerate(forms):
+            record = object.__new__(Record)
+            record.__dict__.update(whole=whole, index=index, structure=structure, types=types)
+            records.append(record)
+        return records
 
     @functools.cached_property
     def held(self) -> tuple[tuple[ValueType, ...], tuple[np.ndarray, ...]] | None:

@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._graph.graph import InputRows
+from jedbatch._graph.graph import are_whole
+from jedbatch._graph.inputs import InputColumns, InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import Kind, from_stored, is_key, stored, stored_kind
@@ -67,6 +68,11 @@ def _held_by_all(records: Sequence[Record]) -> dict[Kind, list[np.ndarray]] | No
 
     None where some are not held by the graphs, or where instances have inputs of other types.
     """
+    inputs = records[0].whole.inputs if records else ()
+    if isinstance(inputs, InputColumns) and are_whole([(r.whole, r.index) for r in records]):
+        kinds = list(map(stored, inputs.types))
+        if len(set(kinds)) == len(kinds):
+            return {kind: [rows] for kind, rows in zip(kinds, inputs.columns, strict=True)}
     held = [record.held for record in records]
     if None in held:
         return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import types_and_counts
 from jedbatch._graph.paths import ranges
 from jedbatch._graph.types import LENGTH
 from jedbatch._jaxpr.storage import Kind, kinds_of, row_bytes, stored
@@ -121,11 +122,12 @@ class Placement:
         for kernel in kernels:
             for kind in kernel.kinds:
                 arenas.setdefault(kind, len(arenas))
-        kinds = kinds_of([chunk.type for chunk in graph.inputs])
+        types, counts = types_and_counts(graph.inputs)
+        kinds = kinds_of(types)
         for kind in (*kinds, *returned):
             arenas.setdefault(kind, len(arenas))
         input_arena, input_row = _places_of_inputs(
-            [arenas[kind] for kind in kinds], list(map(len, graph.inputs)), len(arenas)
+            [arenas[kind] for kind in kinds], counts, len(arenas)
         )
         outputs = tuple(
             [np.array(returned[kind], np.int64) if kind in returned else NOTHING for kind in arenas]

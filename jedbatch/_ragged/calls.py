@@ -23,7 +23,7 @@ from jedbatch._program.signature import Signature
 from jedbatch._ragged.microbatches import Microbatches, distributed, places_of_calls
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.phases import nothing_error
-from jedbatch._ragged.regions import Call, RaggedRecord, Region
+from jedbatch._ragged.regions import Call, RaggedRecord, Region, some_are_ragged
 from jedbatch._ragged.tiled_records import ExpandedRecord
 from jedbatch._support.types import Array
 
@@ -146,6 +146,8 @@ def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Array]]) -> 
 
     Raises `ValueError` if an instance has no rows of which something is taken that needs some.
     """
+    if not some_are_ragged(records):
+        return []
     grouped: dict[Region, list[tuple[int, int]]] = {}
     for i, record in enumerate(records):
         if isinstance(record, RaggedRecord):
@@ -167,6 +169,8 @@ def find_slices(
     calls: Sequence[RegionCalls], records: Sequence[Record]
 ) -> list[dict[int, Slice | TileRun]]:
     """Returns for each instance where its ragged results are, by position among results."""
+    if not some_are_ragged(records):
+        return [{}] * len(records)
     slices: list[dict[int, Slice | TileRun]] = [
         dict(record.runs) if isinstance(record, ExpandedRecord) else {} for record in records
     ]
@@ -271,7 +275,7 @@ def returns_ragged(record: Record) -> bool:
 def find_targets(records: Sequence[Record], placed: Placement) -> Targets:
     """Returns the row of inputs for each (instance, call, result) that the graph reads."""
     targets: dict[tuple[int, int, int], int] = {}
-    if not any(isinstance(record, RaggedRecord) for record in records):
+    if not some_are_ragged(records):
         return targets
     position = 0
     for i, record in enumerate(records):

@@ -18,7 +18,7 @@ one and m for the other: parts that differ in the names of symbols only are call
 import functools
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
@@ -103,6 +104,11 @@ class Call:
     def lengths(self, arrays: Sequence[jax.Array]) -> list[int]:
         """The value of every symbol, for the arrays of an instance."""
         return [len(arrays[leaf]) for leaf in self.leaves]
+
+
+def some_are_ragged(records: Iterable[Record]) -> bool:
+    """Returns whether some of the records are `RaggedRecord`s: a look at their few classes."""
+    return any(issubclass(kind, RaggedRecord) for kind in set(map(type, records)))
 
 
 @dataclass(frozen=True, eq=False)

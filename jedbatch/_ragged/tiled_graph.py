@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers, ranges
 from jedbatch._graph.types import NodeType, ValueType
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import Kind
@@ -28,7 +29,7 @@ from jedbatch._jaxpr.transfers import fetched
 from jedbatch._program.output_spec import TileRun
 from jedbatch._program.plan import TiledRows
 from jedbatch._ragged.phases import nothing_error
-from jedbatch._ragged.regions import RaggedRecord, Regions
+from jedbatch._ragged.regions import RaggedRecord, Regions, some_are_ragged
 from jedbatch._ragged.tile_types import ROW_NUMBER, NodeOnTiles, StepOnTiles
 from jedbatch._ragged.tiled_graph import (
     BY_TILE,
@@ -118,6 +119,8 @@ class Expansion:
         self, records: Sequence[Record], arrays: Sequence[Sequence[Array]]
     ) -> tuple[Sequence[Record], Sequence[Sequence[Array]]]:
         """Returns the records of instances for their lengths, and their arrays with tiles."""
+        if not some_are_ragged(records):
+            return records, arrays
         tiled = [i for i, record in enumerate(records) if isinstance(record, TiledRecord)]
         if not tiled:
             return records, arrays
@@ -247,6 +250,8 @@ def _tiles(array: Array, part: TiledArray, size: int) -> Array:
 
 def tiled_rows(records: Sequence[Record], size: int) -> TiledRows | None:
     """Returns what nodes on tiles of so many rows run over; None if there are none."""
+    if not some_are_ragged(records):
+        return None
     counts = [record.rows for record in records if isinstance(record, ExpandedRecord)]
     return TiledRows(size, *map(sum, zip(*counts, strict=True))) if counts else None
 

@@ -33,32 +33,34 @@ Read in this order:
 20. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
 21. `slow_path`: Recording calls of cells the first time, and those without a short description.
-22. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-23. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-24. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+22. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
+   `jnp.zeros(8)`.
+23. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+24. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+25. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-25. `recorder`: A recorder of what a function does to symbolic values.
-26. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-27. `thread_settings`: The settings of a thread, for work that goes on in another one.
-28. `deep`: Recursion deeper than Python's limit.
-29. `trace`: Recording a minibatch: every instance of it as a graph.
-30. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+26. `recorder`: A recorder of what a function does to symbolic values.
+27. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+28. `thread_settings`: The settings of a thread, for work that goes on in another one.
+29. `deep`: Recursion deeper than Python's limit.
+30. `trace`: Recording a minibatch: every instance of it as a graph.
+31. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-31. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-32. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+32. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+33. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-33. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+34. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-34. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+35. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-35. `granularity.fuse`: Finding cells without marks: operations that always run together become
+36. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-36. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+37. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-37. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+38. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-38. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-39. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+39. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+40. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-40. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+41. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
 """

@@ -15,7 +15,7 @@ cells returned for one instance, and that nobody has when it is done, serve the 
 """
 
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -73,6 +73,11 @@ def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None], Cal
 
 def nothing_to_forget() -> None:
     """Does nothing: what is known is in `known`, which others clear."""
+
+
+def in_order(parts: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Returns the results of functions, called one after the other."""
+    return [part() for part in parts]
 
 
 def refuse_call(cell: Cell, args: tuple, static: dict) -> PyTree:

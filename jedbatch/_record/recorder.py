@@ -51,10 +51,12 @@ from jedbatch._record.fast_path import (
     Watched,
     describe_call,
     fast_path,
+    in_order,
     lists_of_ints,
     nothing_to_forget,
     refuse_call,
 )
+from jedbatch._record.filled_arrays import known_filling
 from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_arrays import (
     array_type,
@@ -79,11 +81,6 @@ from jedbatch._record.static_numbers import STATIC, row_of_weight, with_data
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
 from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import EscapedValueError
-
-
-def in_order(parts: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Returns the results of functions, called one after the other."""
-    return [part() for part in parts]
 
 
 class Recorder(Trace):
@@ -179,7 +176,7 @@ class Recorder(Trace):
         self.caching = True
         self.registry.shared_operands.num_instances += 1
         self.turn_to(instance)
-        return self.symbolic(instance, arrays, types)
+        return self.symbolic(instance, arrays, types) if arrays else instance
 
     def turn_to(self, instance: PyTree) -> None:
         """Records into an instance from now on, begun now or before."""
@@ -386,6 +383,9 @@ class Recorder(Trace):
             cut = row_of_weight(self, tracers[0], params)
             if cut is not None:
                 return self._operation("slice", cut.key, cut.call, [tracers[0], *cut.starts])[0]
+        filling, known = known_filling(self, primitive, tracers, params)
+        if known is not None:
+            return known
         tracers = as_numbers(tracers, self)
         if primitive.name in STATIC:
             made = with_data(self, primitive, tracers, params)
@@ -399,6 +399,8 @@ class Recorder(Trace):
 
         name = params["name"] if primitive.name == "jit" else primitive.name
         out = self.perform(name, key, call, tracers)
+        if filling is not None:
+            self.registry.constants[filling] = out
         return out if primitive.multiple_results else out[0]
 
     def perform(self, name: str, key: PrimitiveKey, call: Callable, args: Sequence[Leaf]) -> list:

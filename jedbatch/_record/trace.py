@@ -17,7 +17,8 @@ from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._graph.analysis import sorted_by
-from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputColumns, InputRows
 from jedbatch._graph.paths import int64_of, pointers, ranges
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import LENGTH, ValueType
@@ -29,10 +30,12 @@ from jedbatch._record.grouping import Grouping, Merges
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
+from jedbatch._record.symbols import Value
 from jedbatch._support.guards import until_guards_hold
 from jedbatch._support.native import core
 from jedbatch._support.restored import Restored, collector
 
+SINGLE = jax.tree.structure(0)  # of a result that is an array
 RECORDS_CALLS = True  # see `_support.frames`
 TRACED = (
     "The instance holds values that an outer transformation traces, such as the numbers of a tree "
@@ -97,8 +100,7 @@ def trace(
     graph = finish(registry, columns, outputs, np.array(ends, np.int64).T)
     if grouping is None and finished is not None:
         graph = finished(graph)
-    records = [Record(graph, i, *form) for i, form in enumerate(forms)]
-    return records, caching, recorder.tracers
+    return Record.of_all(graph, forms), caching, recorder.tracers
 
 
 def _record(fn, registry, instances, arrays, arrange, grouping, read, types):
@@ -117,12 +119,16 @@ def _record_all(fn, recorder, instances, arrays, arrange, types):
     caching = []
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     shared = recorder.share()
+    calls, references, groups = recorder.call_specs, recorder.references, recorder.input_group
     for i, instance in enumerate(instances):
         mapped = recorder.begin(instance, arrays[i], types and types(i))
         try:
             result = fn(*arrange(shared, mapped))
-            leaves, structure = flatten(result, "the result of the function")
-            results = [recorder.output(leaf) for leaf in leaves]
+            if type(result) is Value:
+                structure, results = SINGLE, [recorder.output(result)]
+            else:
+                leaves, structure = flatten(result, "the result of the function")
+                results = [recorder.output(leaf) for leaf in leaves]
         except Exception as error:
             error.add_note(f"This happened{place_of(error)} while instance {i} was recorded.")
             if any(isinstance(x, Tracer) for x in arrays[i]):
@@ -132,8 +138,7 @@ def _record_all(fn, recorder, instances, arrays, arrange, types):
         form = structure, tuple([kind for _, kind in results])
         forms.append(forms[-1] if forms and forms[-1] == form else form)  # told apart by their ids
         caching.append(recorder.caching)
-        counts = recorder.call_specs, recorder.references, recorder.input_group, outputs
-        ends.append(tuple(map(len, counts)))
+        ends.append((len(calls), len(references), len(groups), len(outputs)))
     return outputs, forms, caching, ends
 
 
@@ -215,7 +220,13 @@ def finish(
         node_type,
         pointers(arity),
         operand.astype(np.int32),
-        tuple(cut_inputs(registry, input_value, kept_inputs, owner, group[kept_inputs])),
+        grouped_inputs(
+            registry,
+            input_value,
+            kept_inputs,
+            group[kept_inputs],
+            _cuts(owner, group[kept_inputs]),
+        ),
         result.astype(np.int32),
         node_ptr,
         pointers(np.bincount(owner, minlength=len(node_ptr) - 1)),
@@ -253,7 +264,7 @@ def _finish_compiled(
         node_type,
         operand_ptr,
         operand if 2 * num_operands > most else operand.copy(),
-        tuple(_rows_between(registry, columns[3], kept, group[kept], bounds)),
+        grouped_inputs(registry, columns[3], kept, group[kept], bounds),
         kept_result,
         node_ptr,
         kept_ptr,
@@ -321,10 +332,42 @@ def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:
 
     `values` has those of all inputs, of which some are `kept`; `owner` and `group` belong to these.
     """
-    if not len(kept):
-        return
+    yield from _rows_between(registry, values, kept, group, _cuts(owner, group))
+
+
+def _cuts(owner: np.ndarray, group: np.ndarray) -> list[int]:
+    """Returns where the instance or the group changes, the beginning and the end as well."""
+    if not len(owner):
+        return [0]
     change = np.flatnonzero((np.diff(group) != 0) | (np.diff(owner) != 0)) + 1
-    yield from _rows_between(registry, values, kept, group, [0, *change.tolist(), len(kept)])
+    return [0, *change.tolist(), len(owner)]
+
+
+def grouped_inputs(
+    registry: Registry, values: list[Any], kept: np.ndarray, group: np.ndarray, cuts: list[int]
+) -> Sequence[InputRows]:
+    """Returns what `_rows_between` yields, as columns if graphs hold all of the values."""
+    numbers = group[cuts[:-1]]
+    groups = list(dict.fromkeys(numbers.tolist()))
+    if not groups or any(registry.groups[g][0] != "value" for g in groups):
+        return tuple(_rows_between(registry, values, kept, group, cuts))
+    types = [registry.value_types[registry.groups[g][1]] for g in groups]
+    if len(groups) == 1:
+        column = np.zeros(len(numbers), np.int64)
+        places = [kept]
+    else:
+        place = np.zeros(len(registry.groups), np.int64)
+        place[groups] = np.arange(len(groups))
+        column = place[numbers]
+        places = [kept[group == g] for g in groups]
+    rows = [_values_at(values, own, kind) for own, kind in zip(places, types, strict=True)]
+    return InputColumns(types, rows, column, np.array(cuts, np.int64))
+
+
+def _values_at(values: list[Any], places: np.ndarray, value_type: ValueType) -> np.ndarray:
+    """Returns some of the items of a list, all of one type, stacked: one conversion for all."""
+    stacked = _numbers_at(values, places, value_type)
+    return host_rows(_items(values, places), value_type) if stacked is None else stacked
 
 
 def _rows_between(
@@ -344,13 +387,11 @@ def _rows_between(
     rows: dict[int, Iterator[np.ndarray]] = {}
     for g in groups:
         how, value_id, *_ = registry.groups[g]
-        if how == "value":  # one conversion for all
+        if how == "value":
             own, ends = kept, cuts
             if len(groups) > 1:
                 own, ends = kept[group == g], pointers(group == g)[cuts].tolist()
-            stacked = _numbers_at(values, own, registry.value_types[value_id])
-            if stacked is None:
-                stacked = host_rows(_items(values, own), registry.value_types[value_id])
+            stacked = _values_at(values, own, registry.value_types[value_id])
             chunks = [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
             rows[g] = map(stacked.__getitem__, chunks)
     for g, a, b in zip(numbers, cuts, cuts[1:], strict=False):

@@ -57,6 +57,12 @@ class Arguments:
     name: str
     axes: int | tuple[int | None, ...]
 
+    @functools.cached_property
+    def _shared_come_first(self) -> bool:
+        axes = () if isinstance(self.axes, int) else self.axes
+        is_mapped = [axis is not None for axis in axes]
+        return is_mapped == sorted(is_mapped)
+
     def _axes(self, num_args: int) -> Sequence[int | None]:
         return (self.axes,) * num_args if isinstance(self.axes, int) else self.axes
 
@@ -180,6 +186,8 @@ class Arguments:
 
     def join(self, shared: Sequence[Any], mapped: Sequence[Any]) -> list[Any]:
         """Returns the arguments of the function, from the shared and the mapped ones."""
+        if self._shared_come_first:
+            return [*shared, *mapped]
         axes = self._axes(len(shared) + len(mapped))
         sources = {True: iter(shared), False: iter(mapped)}
         return [next(sources[axis is None]) for axis in axes]

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.divergent import BranchesName

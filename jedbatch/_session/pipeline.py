@@ -16,7 +16,8 @@ import jax
 import numpy as np
 
 from jedbatch import checks
-from jedbatch._graph.graph import Graph, InputRows
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import any_traced
 from jedbatch._jaxpr.derivatives import reverse_mode_only
@@ -48,7 +49,7 @@ from jedbatch._ragged.calls import (
     make_ragged_calls,
     returns_ragged,
 )
-from jedbatch._ragged.regions import RaggedRecord, Region
+from jedbatch._ragged.regions import RaggedRecord, Region, some_are_ragged
 from jedbatch._ragged.tiled_records import tiled_rows
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule, version_of
@@ -210,7 +211,8 @@ def make_plan(
         brought=brought,
         given=batches,
     )
-    if brought is None and not tracers and not any(map(returns_ragged, records)):
+    lasts = brought is None and not tracers
+    if lasts and not (some_are_ragged(records) and any(map(returns_ragged, records))):
         stacked = returned[1].batch is not None
         key = minibatch_key(session, records, policy, gradient, keeps, stacked)
         session.arranged[key] = arranged
@@ -245,7 +247,7 @@ def plan_again(
     Of a few, or of such with ragged arrays, it is enough that others with graphs of the same form
     were. All but the values of their inputs, and the lengths of arrays, is as it was then.
     """
-    by_form = are_few(records) or any(isinstance(r, RaggedRecord) for r in records)
+    by_form = are_few(records) or some_are_ragged(records)
     if tracers or (num_known < len(records) and not by_form):
         return None
     key = minibatch_key(session, records, policy, gradient, keeps, stacked)
@@ -288,7 +290,7 @@ def minibatch_key(
     parts: Iterable[Hashable] = records
     if are_few(records):
         parts = [r.form for r in records]
-    elif any(isinstance(r, RaggedRecord) for r in records):
+    elif some_are_ragged(records):
         short_form = session.structures.short_form
         parts = [short_form(r) if type(r) is RaggedRecord else r for r in records]
     return (*parts, Same(policy), version_of(policy), gradient, keeps, stacked)

@@ -140,8 +140,7 @@ def _bytes_of_record(key: Any, record: Record) -> int:
 
 
 def _bytes_of_seen(_: int, known: tuple[Any, Record]) -> int:
-    graph = known[1].whole
-    return BYTES_PER_NODE * len(graph.node_type) // max(1, graph.num_instances)
+    return BYTES_PER_NODE * known[1].whole.nodes_each
 
 
 def _bytes_of_family(key: Hashable, _: object) -> int:

@@ -74,20 +74,20 @@ class Recording:
         keys: list[Hashable] = [None] * len(instances)
         others = [i for i, same in enumerate(known) if same is None]
         plain, constant = plain_keys([subjects[i] for i in others])
-        for i, key in zip(others, plain, strict=True):
-            keys[i] = key
-            if key is None:
-                keys[i], arrays[i] = keyed(i, instances[i])
-            if self.key is not None:
-                ids = list(map(id, arrays[i]))
-                form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]
-                keys[i] = ("given", self.key(*instances[i]), *form)
+        are_plain = self.key is None and len(others) == len(keys) and None not in plain
+        if are_plain:
+            keys = list(plain)
+        else:
+            self._take_keys(instances, others, plain, keys, arrays)
         given = cache.look(keys, arrays)
-        for i in others:
-            if (g := given[i]) is not None:
-                keys[i] = g.key
-            if keys[i] is not None:
-                records[i] = cache.by_key.get(keys[i])
+        if are_plain:  # without arrays
+            records = list(map(cache.by_key.get, keys))
+        else:
+            for i in others:
+                if (g := given[i]) is not None:
+                    keys[i] = g.key
+                if keys[i] is not None:
+                    records[i] = cache.by_key.get(keys[i])
         first: dict[Hashable, int] = {}
         new = [
             i
@@ -117,6 +117,24 @@ class Recording:
             same = [(subjects[i], records[i]) for i in kept if i in stay and len(instances[i]) == 1]
             cache.by_id.add([(id(pair[0]), pair) for pair in same])
         return records, arrays, tracers, len(instances) - len(new)
+
+    def _take_keys(
+        self,
+        instances: Sequence[tuple],
+        which: Sequence[int],
+        plain: Sequence[bytes | None],
+        keys: list[Hashable],
+        arrays: list[Any],
+    ) -> None:
+        """Writes the keys and the arrays of some instances, given the keys of plain trees."""
+        for i, key in zip(which, plain, strict=True):
+            keys[i] = key
+            if key is None:
+                keys[i], arrays[i] = keyed(i, instances[i])
+            if self.key is not None:
+                ids = list(map(id, arrays[i]))
+                form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]
+                keys[i] = ("given", self.key(*instances[i]), *form)
 
     def _record(self, cache: RecordCache, instances, arrays, given, read) -> Any:
         """Records instances: (records, whether to keep each, closed-over tracers).

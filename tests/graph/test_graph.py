@@ -12,7 +12,7 @@ from cases.helpers import assert_close, check, mostly_slow, random_dag
 
 import jedbatch
 from jedbatch import Graph
-from jedbatch._graph.graph import InputRows
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import distinct, pointers, ranges
 from jedbatch._graph.types import NodeType, ValueType
 

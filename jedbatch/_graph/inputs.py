@@ -1,0 +1,107 @@
+"""The values that enter a graph: where they come from, and those of many instances as columns.
+
+Instances that are recorded together hold their numbers in one array of each type. Cut into
+`InputRows`, an array and an object for every instance and type, they take longer to make and to
+join again than a small instance takes to record, and most minibatches are planned as they were
+recorded. So `InputColumns` keeps the arrays whole and is cut when somebody asks for a part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jedbatch._graph.types import ValueType
+
+if TYPE_CHECKING:
+    from jaxtyping import Int64
+
+
+@dataclass(frozen=True, eq=False)
+class InputRows:
+    """Consecutive inputs of one value type: where their values come from.
+
+    Either `rows` holds them, or they are parts of the instance's own array number `leaf`:
+    `array[i]` for each entry i of `rows`, or, if `rows` is None, the one that the indices in
+    `path` lead to, one after the other.
+    """
+
+    type: ValueType
+    rows: np.ndarray | None  # [k, *type.shape], or int[k] positions in the leaf
+    leaf: int | None = None
+    path: tuple = ()
+
+    def __len__(self) -> int:
+        return 1 if self.rows is None else len(self.rows)
+
+
+class InputColumns(Sequence[InputRows]):
+    """The `InputRows` of instances that were recorded together, cut out of columns when needed.
+
+    Letters: `C` columns, `K` parts that they are cut into.
+
+    Attributes:
+      types: of the columns, C.
+      columns: the values of each, part after part.
+      column: int64[K], the column that each part is cut out of, in the order of the inputs.
+      ends: int64[K + 1], the inputs where the parts begin and end.
+    """
+
+    __slots__ = ("_parts", "column", "columns", "ends", "types")
+
+    def __init__(
+        self,
+        types: Sequence[ValueType],
+        columns: Sequence[np.ndarray],
+        column: Int64[np.ndarray, " K"],
+        ends: Int64[np.ndarray, " K+1"],
+    ):
+        self.types = tuple(types)
+        self.columns = tuple(columns)
+        self.column = column
+        self.ends = ends
+        self._parts: tuple[InputRows, ...] | None = None
+
+    @property
+    def parts(self) -> tuple[InputRows, ...]:
+        """The parts, K."""
+        if self._parts is None:
+            self._parts = tuple(self._cut())
+        return self._parts
+
+    def _cut(self) -> Iterator[InputRows]:
+        begin = [0] * len(self.columns)
+        for c, count in zip(self.column.tolist(), np.diff(self.ends).tolist(), strict=True):
+            end = begin[c] + count
+            yield InputRows(self.types[c], self.columns[c][begin[c] : end])
+            begin[c] = end
+
+    def __len__(self) -> int:
+        return len(self.column)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.parts[key]
+
+    def __iter__(self) -> Iterator[InputRows]:
+        return iter(self.parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return InputColumns, (self.types, self.columns, self.column, self.ends)
+
+
+def types_and_counts(inputs: Sequence[InputRows]) -> tuple[list[ValueType], list[int]]:
+    """Returns (types of parts of inputs, how many inputs each has)."""
+    if isinstance(inputs, InputColumns):
+        types = [inputs.types[c] for c in inputs.column.tolist()]
+        return types, np.diff(inputs.ends).tolist()
+    return [part.type for part in inputs], list(map(len, inputs))
+
+
+def bytes_of_inputs(inputs: Sequence[InputRows]) -> int:
+    """Returns the bytes of the values that inputs hold."""
+    if isinstance(inputs, InputColumns):
+        return sum(x.nbytes for x in inputs.columns)
+    return sum(part.rows.nbytes for part in inputs if part.rows is not None)
