@@ -1,5 +1,6 @@
 """The compiled core against the Python that it stands for, on plans, schedules and paths."""
 
+import copy
 import dataclasses
 import importlib
 import types
@@ -265,6 +266,28 @@ def test_keys_of_plain_trees_are_equal(monkeypatch):
         assert is_constant == (key is not None and immutable(instance))
     assert keys[-1] is not None
     assert sum(key is None for key in keys) == 2 * 10
+
+
+EDGES = [0, -1, 2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 2**70, 0.0, -0.0, 1.5, np.inf, -np.nan]
+EDGES += ["", "word", "字", "a\0b", "\ud800", None, True, False, b"x", 1j, {"a": 1}, (), []]
+
+
+def random_tree(rng, depth):
+    if depth == 0 or rng.integers(4) == 0:
+        return EDGES[int(rng.integers(len(EDGES)))]
+    parts = [random_tree(rng, depth - 1) for _ in range(int(rng.integers(4)))]
+    return parts if rng.integers(3) == 0 else (*parts, 1)
+
+
+@compiled
+@pytest.mark.parametrize("seed", range(4))
+def test_keys_of_random_trees_are_equal(monkeypatch, seed):
+    rng = np.random.default_rng(seed)
+    instances = [copy.deepcopy(random_tree(rng, 5)) for _ in range(200)]
+    instances += [nested(depth) for depth in (250, 254, 255, 256, 257, 258, 1990, 1999, 2000, 2001)]
+    a, b = both(monkeypatch, lambda: plain_keys(instances))
+    assert a == b
+    assert sum(key is not None for key in a[0]) > 100
 
 
 def test_a_part_that_others_hold_is_met_once():

@@ -38,6 +38,14 @@ place(const Objects *met, PyObject *x)
     return at;
 }
 
+static void
+forget(Objects *met)
+{
+    if (met->count > 0)
+        memset(met->items, 0, met->room * sizeof(PyObject *));
+    met->count = 0;
+}
+
 /* Adds a container to those that were met: 1 if it is new, 0 if not, -1 without memory. */
 static int
 meet(Objects *met, PyObject *x)
@@ -105,9 +113,7 @@ static int
 is_tree(Objects *stack, Objects *met, PyObject *instance, int *is_constant)
 {
     stack->count = 0;
-    if (met->count > 0)
-        memset(met->items, 0, met->room * sizeof(PyObject *));
-    met->count = 0;
+    forget(met);
     *is_constant = 1;
     int found = look(stack, instance);
     while (found == 1 && stack->count > 0) {
@@ -133,6 +139,102 @@ is_plain_tree(PyObject *module, PyObject *instance)
     return found < 0 ? PyErr_NoMemory() : PyBool_FromLong(found);
 }
 
+typedef struct {
+    char *data;
+    size_t count, room;
+} Text;
+
+enum { IS_OTHER = 0, IS_WRITTEN = 1, IS_LEFT = 2, MAX_DEPTH = 256 };
+
+/* Returns where to write so many bytes more; NULL without memory. */
+static char *
+more(Text *text, size_t size)
+{
+    if (text->room - text->count < size) {
+        size_t room = 2 * text->room + size + 1024;
+        char *data = realloc(text->data, room);
+        if (data == NULL)
+            return NULL;
+        text->data = data;
+        text->room = room;
+    }
+    char *at = text->data + text->count;
+    text->count += size;
+    return at;
+}
+
+/* Writes the code of a type and so many bytes of a number, the lowest first. */
+static int
+write_number(Text *text, char code, uint64_t number, int size)
+{
+    char *at = more(text, 1 + (size_t)size);
+    if (at == NULL)
+        return -1;
+    *at++ = code;
+    for (int i = 0; i < size; i++)
+        *at++ = (char)(number >> 8 * i);
+    return IS_WRITTEN;
+}
+
+static int
+write_string(Text *text, PyObject *x)
+{
+    Py_ssize_t length;
+    const char *data = PyUnicode_AsUTF8AndSize(x, &length);
+    if (data == NULL || length > INT32_MAX) { /* half of a pair of code units */
+        PyErr_Clear();
+        return IS_LEFT;
+    }
+    int written = write_number(text, 'u', (uint64_t)length, 4);
+    char *at = written == IS_WRITTEN ? more(text, (size_t)length) : NULL;
+    if (at == NULL)
+        return -1;
+    memcpy(at, data, (size_t)length);
+    return IS_WRITTEN;
+}
+
+/* Writes a tree as `marshal.dumps(x, 2)` does, on the way through it: `IS_WRITTEN`, `IS_OTHER` if it
+ * is no plain tree, `IS_LEFT` if it is deep or has parts that are left to `marshal`, -1 without
+ * memory. */
+static int
+write_tree(Text *text, Objects *met, PyObject *x, int depth, int *is_constant)
+{
+    if (PyLong_CheckExact(x)) {
+        int overflow;
+        long long number = PyLong_AsLongLongAndOverflow(x, &overflow);
+        if (overflow || number < INT32_MIN || number > INT32_MAX)
+            return IS_LEFT;
+        return write_number(text, 'i', (uint64_t)number, 4);
+    }
+    if (PyFloat_CheckExact(x)) {
+        double number = PyFloat_AsDouble(x);
+        uint64_t bits;
+        memcpy(&bits, &number, sizeof bits);
+        return write_number(text, 'g', bits, 8);
+    }
+    if (x == Py_None)
+        return write_number(text, 'N', 0, 0);
+    if (PyBool_Check(x))
+        return write_number(text, x == Py_True ? 'T' : 'F', 0, 0);
+    if (PyUnicode_CheckExact(x))
+        return write_string(text, x);
+    int is_tuple = PyTuple_CheckExact(x);
+    if (!is_tuple && !PyList_CheckExact(x))
+        return is_plain(x) || PyDict_CheckExact(x) ? IS_LEFT : IS_OTHER;
+    int found = Py_REFCNT(x) == 1 ? IS_WRITTEN : meet(met, x);
+    Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
+    if (found == IS_WRITTEN && (depth == MAX_DEPTH || length > INT32_MAX))
+        found = IS_LEFT;
+    if (found == IS_WRITTEN)
+        found = write_number(text, is_tuple ? '(' : '[', (uint64_t)length, 4);
+    *is_constant &= is_tuple;
+    for (Py_ssize_t i = 0; found == IS_WRITTEN && i < length; i++) {
+        PyObject *part = is_tuple ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
+        found = write_tree(text, met, part, depth + 1, is_constant);
+    }
+    return found;
+}
+
 /* plain_keys(instances, marshal.dumps): (the keys of those that are plain trees, None of others;
  * whether these cannot change). */
 PyObject *
@@ -143,14 +245,21 @@ plain_keys(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &instances, &dumps))
         return NULL;
     Objects stack = {NULL, 0, 0}, met = {NULL, 0, 0};
+    Text text = {NULL, 0, 0};
     PyObject *keys = PyList_New(0), *constant = PyList_New(0), *version = PyLong_FromLong(2);
     int failed = keys == NULL || constant == NULL || version == NULL;
     for (Py_ssize_t i = 0; !failed && i < PyList_Size(instances); i++) {
         PyObject *instance = Py_NewRef(PyList_GetItem(instances, i)), *key = NULL;
-        int is_constant, is_plain_one = is_tree(&stack, &met, instance, &is_constant);
-        if (is_plain_one < 0)
+        int is_constant = 1;
+        text.count = 0;
+        forget(&met);
+        int found_one = write_tree(&text, &met, instance, 0, &is_constant);
+        if (found_one == IS_WRITTEN)
+            key = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.count);
+        int is_whole = found_one == IS_LEFT ? is_tree(&stack, &met, instance, &is_constant) : 0;
+        if (found_one < 0 || is_whole < 0)
             PyErr_NoMemory();
-        else if (is_plain_one)
+        else if (is_whole)
             key = PyObject_CallFunctionObjArgs(dumps, instance, version, NULL);
         if (key == NULL && PyErr_ExceptionMatches(PyExc_ValueError))
             PyErr_Clear(); /* it is too deep */
@@ -161,6 +270,7 @@ plain_keys(PyObject *module, PyObject *args)
     }
     free(stack.items);
     free(met.items);
+    free(text.data);
     if (!failed)
         found = PyTuple_Pack(2, keys, constant);
     Py_XDECREF(keys);
