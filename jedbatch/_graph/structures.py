@@ -22,6 +22,7 @@ from jedbatch._support.caches import Memory
 from jedbatch._support.native import core
 
 KNOWN = "_structure"  # where a record keeps its structure
+COLUMNS = "_columns"  # where a graph keeps its arrays as the core wants them
 DIGESTS = "_digests"  # where a graph keeps those of its instances
 SHORT_FORM = "_short_form"  # where a record keeps it
 MAX_SHORT_NODES = 16  # of an instance whose form is looked at among any number of others
@@ -175,11 +176,15 @@ def _bytes_of(_: Hashable, structure: Structure) -> int:
 
 
 def _columns(graph: Graph) -> tuple[np.ndarray, ...]:
-    return (
-        *int32_arrays(graph.node_type),
-        *int64_arrays(graph.operand_ptr),
-        *int32_arrays(graph.operand, graph.outputs),
-    )
+    """Returns the arrays of a graph as the core wants them, found once for all of its instances."""
+    columns: tuple[np.ndarray, ...] | None = graph.__dict__.get(COLUMNS)
+    if columns is None:
+        columns = graph.__dict__[COLUMNS] = (
+            *int32_arrays(graph.node_type),
+            *int64_arrays(graph.operand_ptr),
+            *int32_arrays(graph.operand, graph.outputs),
+        )
+    return columns
 
 
 def counted(graph: Graph, counts: np.ndarray) -> Graph:
