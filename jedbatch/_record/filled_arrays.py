@@ -10,46 +10,45 @@ as they are.
 from collections.abc import Sequence
 from typing import Any
 
-import jax
+import numpy as np
 from jax.core import Tracer
 
 from jedbatch._record.keys import identity_of_constant
 from jedbatch._record.symbols import RecorderLike
 from jedbatch._support.types import Array, Leaf
 
-# The parameters by which each primitive is known; all others have to be None.
-FILLING = {
-    "broadcast_in_dim": ("shape", "broadcast_dimensions"),
-    "convert_element_type": ("new_dtype", "weak_type"),
-}
+_FILLING = frozenset({"broadcast_in_dim", "convert_element_type"})
+_NUMBERS = frozenset({bool, int, float, complex})
+_WHOLE = frozenset({int})
 
 
 def filling_key(primitive: Any, operands: Sequence[Leaf], params: dict[str, Any]) -> Any:
     """Returns what the result of a step depends on; None if this is none of a number.
+
+    Arrays of JAX are known by their ids, so what is kept under a key has to keep them alive.
 
     Args:
       primitive: of the step.
       operands: what it reads.
       params: its parameters.
     """
-    names = FILLING.get(primitive.name)
-    if names is None or len(operands) != 1 or isinstance(operands[0], Tracer):
+    name = primitive.name
+    if name not in _FILLING or len(operands) != 1 or params["sharding"] is not None:
         return None
-    x = operands[0]
-    if isinstance(x, jax.Array) and x.ndim:
+    (x,) = operands
+    if isinstance(x, Tracer):
         return None
-    values = [primitive.name]
-    for name, value in params.items():
-        if name not in names:
-            if value is not None:
-                return None
-        elif type(value) is tuple:
-            if not all(type(n) is int for n in value):  # extents may be symbols
-                return None
-            values.append(value)
-        else:
-            values.append(value)
-    return "filled", identity_of_constant(x), *values
+    is_number = type(x) in _NUMBERS
+    if not is_number and getattr(x, "ndim", None) != 0:
+        return None
+    by_value = is_number or isinstance(x, np.generic | np.ndarray)
+    identity: Any = identity_of_constant(x) if by_value else id(x)
+    if name == "convert_element_type":
+        return name, identity, params["new_dtype"], params["weak_type"]
+    shape = params["shape"]
+    if not _WHOLE.issuperset(map(type, shape)):  # extents may be symbols
+        return None
+    return name, identity, shape, params["broadcast_dimensions"]
 
 
 def known_filling(

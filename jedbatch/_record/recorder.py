@@ -400,7 +400,7 @@ class Recorder(Trace):
         name = params["name"] if primitive.name == "jit" else primitive.name
         out = self.perform(name, key, call, tracers)
         if filling is not None:
-            self.registry.constants[filling] = out
+            self.registry.constants[filling] = [*out, *filter(is_array, tracers)]
         return out if primitive.multiple_results else out[0]
 
     def perform(self, name: str, key: PrimitiveKey, call: Callable, args: Sequence[Leaf]) -> list:
