@@ -50,9 +50,9 @@ from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.lane_fsm import LaneFSM
 from jedbatch._schedule.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._schedule.policy import Policy, checked_policy
-from jedbatch._session.arguments import Arguments, TypesOfLeaves
+from jedbatch._session.arguments import Arguments, StackedInstances, TypesOfLeaves
 from jedbatch._session.copies import find_batches, plan_copies
-from jedbatch._session.mapped import MIN_ROWS
+from jedbatch._session.mapped import MIN_ROWS, MappedProgram
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import InstanceOutput, Returned, form_of_results
 from jedbatch._session.pipeline import (
@@ -244,18 +244,35 @@ class Batched(Generic[*Given, Result]):
         session, leaves = self._session(instances.shared)
         start = time.perf_counter()
         with self._planning:
-            recorded = self._unless_decides(
-                session, lambda read: self._record(session, [instances.first], read)
-            )
-        if recorded is None or recorded[2]:  # it closes over values of an outer transformation
-            return None
-        (record,), (arrays,), *_ = recorded
-        program = session.mapped_program(record, arrays, instances)
+            program = self._mapped_program(session, instances)
         if program is None:
             return None
         results = program(leaves, instances.arrays, stack=self._stacks)
         self.last_rounds = Rounds([program.round(instances.num_rows, time.perf_counter() - start)])
         return results
+
+    def _mapped_program(
+        self, session: Session, instances: StackedInstances
+    ) -> MappedProgram | None:
+        """Returns the program for rows of arrays; None if they are to be planned one by one."""
+        key = session.mapped_key(self._environment.look().number, instances)
+        program = None if key is None else session.mapped_again.get(key)
+        if program is not None:
+            session.records.note_known()
+            return program if program.takes(instances.arrays) else None
+        first = instances.first()
+        recorded = self._unless_decides(
+            session, lambda read: self._record(session, [first.arguments], read)
+        )
+        if recorded is None or recorded[2]:  # it closes over values of an outer transformation
+            return None
+        (record,), (arrays,), _, num_known, reached = recorded
+        program = session.mapped_program(record, arrays, first.rows, instances)
+        if program is not None and num_known:
+            key = session.mapped_key(reached.number, instances)
+            if key is not None:
+                session.mapped_again[key] = program
+        return program
 
     def _run_stepwise(
         self,

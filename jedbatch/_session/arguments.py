@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
 from jedbatch._jaxpr.configuration import configuration
-from jedbatch._jaxpr.identity import Same
+from jedbatch._jaxpr.identity import Same, node_key, tree_key
 from jedbatch._kernel.target import Target, target_of
 from jedbatch._program.executors import is_lasting
 from jedbatch._record.environment import Environment
@@ -33,15 +34,43 @@ class StackedInstances(NamedTuple):
       shared: the shared arguments.
       arrays: whose rows they are.
       num_rows: how many rows each has.
-      first_rows: of the arrays.
-      first: the mapped arguments of the first instance, which hold these rows.
+      structure: of the mapped arguments, whose leaves the arrays are.
     """
 
     shared: tuple[Any, ...]
     arrays: list[Array]
     num_rows: int
-    first_rows: list[Array]
-    first: tuple[Any, ...]
+    structure: PyTreeDef
+
+    def first(self) -> "FirstInstance":
+        """Returns the first instance, cut out of the arrays."""
+        rows = [x[0, ...] for x in self.arrays]
+        return FirstInstance(rows, jax.tree.unflatten(self.structure, rows))
+
+    def key(self) -> Hashable | None:
+        """Returns a key, equal where instances are recorded as the same graph; None if not known.
+
+        They are where all arrays have the same types, and the containers are equal and cannot
+        change.
+        """
+        plain = tree_key(self.structure)
+        try:
+            structure = plain if plain is self.structure else node_key(self.structure)
+            return structure, *map(array_type, self.arrays)
+        except TypeError:
+            return None
+
+
+class FirstInstance(NamedTuple):
+    """The first of some instances that are rows.
+
+    Attributes:
+      rows: of the arrays.
+      arguments: the mapped ones, which hold these rows.
+    """
+
+    rows: list[Array]
+    arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -179,10 +208,8 @@ class Arguments:
             return None
         if len(set(map(len, arrays))) != 1 or (num_rows := len(arrays[0])) < least:
             return None
-        first_rows = [x[0, ...] for x in arrays]
         shared = tuple(x for x, axis in zip(args, axes, strict=True) if axis is None)
-        first = jax.tree.unflatten(structure, first_rows)
-        return StackedInstances(shared, arrays, num_rows, first_rows, first)
+        return StackedInstances(shared, arrays, num_rows, structure)
 
     def join(self, shared: Sequence[Any], mapped: Sequence[Any]) -> list[Any]:
         """Returns the arguments of the function, from the shared and the mapped ones."""

@@ -28,7 +28,6 @@ from jedbatch._jaxpr.storage import from_stored, is_key, stored
 from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.returned import unstacked
 from jedbatch._program.stopped import error_of
-from jedbatch._session.arguments import StackedInstances
 from jedbatch._session.indices import table_rows
 from jedbatch._session.program_cache import ProgramCache
 from jedbatch._session.round import Round
@@ -194,12 +193,12 @@ def _has_others(array: Array, rows: int) -> bool:
     return bool(((numbers < -rows) | (numbers >= rows)).any())
 
 
-def places_of(arrays: Sequence[Array], instances: StackedInstances) -> tuple[int, ...] | None:
+def places_of(arrays: Sequence[Array], rows: Sequence[Array]) -> tuple[int, ...] | None:
     """Returns which of the stacked arrays each array of the first instance is a row of.
 
-    None if one of them is of none.
+    None if one of them is of none; `rows` are the first ones of the stacked arrays.
     """
-    place = {id(row): k for k, row in enumerate(instances.first_rows)}
+    place = {id(row): k for k, row in enumerate(rows)}
     if not all(id(x) in place for x in arrays):
         return None
     return tuple(place[id(x)] for x in arrays)

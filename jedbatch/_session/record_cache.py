@@ -114,6 +114,15 @@ class RecordCache:
         merged = sum(x.revision for x in (self.lists, self.readouts) if x)
         return merged + self.registry.arities.revision + self.registry.shared_operands.revision
 
+    def assumed(self) -> Hashable:
+        """Returns assumptions about lengths, numbers and lists that differ, and granularity."""
+        return self.lengths.revision, self.regions.revision, self.revision, self.grouping
+
+    def note_known(self) -> None:
+        """Notes a minibatch whose instances are all known."""
+        if self.unmarked is not None:
+            self.unmarked.note(())
+
     def forget_records(self) -> None:
         """Forgets all records: types they are of have become others."""
         for by_key, by_id in self._known.values():

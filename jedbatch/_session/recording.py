@@ -49,14 +49,8 @@ class Recording:
 
     def find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None = None):
         """(records of the instances, their arrays, closed-over tracers, how many were known)."""
-
-        def assumed() -> object:
-            """Assumptions about lengths, about numbers and lists that differ, and granularity."""
-            lengths, regions = cache.lengths.revision, cache.regions.revision
-            return lengths, regions, cache.revision, cache.grouping
-
         records, arrays, tracers, num_known = until_guards_hold(
-            lambda: self._find(cache, instances, read), assumed
+            lambda: self._find(cache, instances, read), cache.assumed
         )
         return *cache.expansion.expand(records, arrays), tracers, num_known
 
@@ -68,8 +62,7 @@ class Recording:
         nothing: Sequence[Any] = ()
         arrays = [nothing] * len(instances)
         if None not in known:
-            if cache.unmarked is not None:
-                cache.unmarked.note(())
+            cache.note_known()
             return records, arrays, [], len(instances)
         keys: list[Hashable] = [None] * len(instances)
         others = [i for i, same in enumerate(known) if same is None]
@@ -95,8 +88,7 @@ class Recording:
             if record is None and (k is None or first.setdefault(k, i) == i)
         ]
         if not new:
-            if cache.unmarked is not None:
-                cache.unmarked.note(())
+            cache.note_known()
             return records, arrays, [], len(instances)
         revision, grouping = cache.revision, cache.grouping
         new_parts: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]

@@ -39,6 +39,7 @@ class Session:
       arranged: minibatches that were planned, by their records and what their schedule depends on.
       structures: of the instances that were planned.
       mapped: programs for rows of arrays, by the record of an instance and where its arrays are.
+      mapped_again: these, by what decides the record (see `mapped_key`).
       refilled: programs for streams, by the structure of an instance and the size of minibatches.
     """
 
@@ -51,6 +52,9 @@ class Session:
     arranged: Memory = field(default_factory=lambda: Memory(0))
     structures: Structures = field(default_factory=lambda: Structures(0, 0))
     mapped: dict[tuple[Record, tuple[int, ...]], MappedProgram] = field(
+        default_factory=lambda: Memory(MAX_PROGRAMS)
+    )
+    mapped_again: dict[Hashable, MappedProgram] = field(
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
     refilled: dict[tuple[Structure, int], RefilledProgram] = field(
@@ -102,17 +106,32 @@ class Session:
         """Returns whether so much has been met that it is better to begin again."""
         return self.registry.size > MANY_ENTRIES
 
+    def mapped_key(self, number: int, instances: StackedInstances) -> Hashable | None:
+        """Returns what decides the record of instances that are rows; None if that is not known.
+
+        Args:
+          number: of what the function reads besides its arguments.
+          instances: the rows.
+        """
+        key = None if self.decides else instances.key()
+        return key if key is None else (number, self.records.assumed(), key)
+
     def mapped_program(
-        self, record: Record, arrays: Sequence[Array], instances: StackedInstances
+        self,
+        record: Record,
+        arrays: Sequence[Array],
+        rows: Sequence[Array],
+        instances: StackedInstances,
     ) -> MappedProgram | None:
         """Returns the program for rows of arrays; None if they are better planned.
 
         Args:
           record: of the first instance.
           arrays: of the first instance.
-          instances: the rows.
+          rows: the first ones, among which these are.
+          instances: all rows.
         """
-        places = places_of(arrays, instances)
+        places = places_of(arrays, rows)
         if places is None or type(record) is not Record:  # some of its arrays differ in length
             return None
         program = self.mapped.get((record, places))

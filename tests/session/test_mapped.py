@@ -10,6 +10,7 @@ import pytest
 from cases.helpers import assert_close, compilations, loop
 
 import jedbatch
+from jedbatch._session.arguments import StackedInstances
 from jedbatch.testing import weighted_sum
 
 RNG = np.random.default_rng(0)
@@ -150,6 +151,55 @@ def test_one_program_for_all_calls():
         batched(PARAMS, X + 1)
     assert not compiled
     assert batched.compilations == 1
+
+
+class Named:
+    """A container whose list of names is compared by identity, and may change."""
+
+    def __init__(self, x, names):
+        self.x, self.names = x, names
+
+
+jax.tree_util.register_pytree_node(
+    Named, lambda c: ((c.x,), c.names), lambda names, children: Named(children[0], names)
+)
+
+
+class Names(list):
+    __hash__ = object.__hash__
+
+    def __eq__(self, other):
+        return self is other
+
+
+def test_arrays_of_types_met_before_are_not_cut(monkeypatch):
+    cuts = []
+    first = StackedInstances.first
+    monkeypatch.setattr(
+        StackedInstances, "first", lambda instances: cuts.append(1) or first(instances)
+    )
+
+    def scaled(params, instance):
+        return params["scale"] * instance["x"]
+
+    batched = jedbatch.batch(scaled)
+    for call, scale in enumerate((1.0, 2.0, 3.0)):
+        for x in (X + call, jnp.asarray(X) + call):
+            found = batched({"scale": jnp.float32(scale)}, {"x": x})
+            assert_close(found, scale * x, 1e-6)
+    assert len(cuts) == 2  # to record it, and to find it again
+    for x in (X > 0, X[:, :2], jnp.zeros((ROWS, 4), jnp.bfloat16)):
+        expected = jnp.stack([jnp.float32(2) * jnp.asarray(row) for row in x])
+        assert_close(batched({"scale": jnp.float32(2)}, {"x": x}), expected, 1e-6)
+    assert len(cuts) == 5
+
+
+def test_containers_that_change_are_looked_at_again():
+    names = Names(["a"])
+    batched = jedbatch.batch(lambda params, named: len(named.names) * named.x)
+    for _ in range(3):
+        assert_close(batched(PARAMS, Named(X, names)), len(names) * X, 1e-6)
+        names.append("b")
 
 
 def test_a_list_of_results():
