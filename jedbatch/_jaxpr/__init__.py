@@ -25,8 +25,8 @@ Read in this order:
 15. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
 16. `trip_counts`: Trip counts of loops, as far as their programs say.
-17. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
-   them.
+17. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes
+   in them.
 18. `registers`: Basic blocks, and the registers of values that live between them.
 19. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
@@ -40,11 +40,16 @@ Read in this order:
    lanes share.
 25. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-26. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+26. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries
+   of some lanes.
+27. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+   call per operation.
+28. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+   kernel.
+29. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-27. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is
-   set.
-28. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-29. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill
-   with zeros first.
+30. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+31. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+32. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+   zeros first.
 """

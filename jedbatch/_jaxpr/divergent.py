@@ -8,7 +8,8 @@ alone. Loops and branches inside of `scan`, `jit` and the like run so too; loops
 many trips in each lane, as far as their programs say, are loops of all lanes (`trip_counts`).
 
 Where a step has little work, lanes that are done are not exchanged for others: the loop runs in
-lock step, and narrows as they get fewer (`narrowing`).
+lock step, and narrows as they get fewer (`narrowing`); unless a CPU can run it as one kernel, in
+which exchanging them costs next to nothing (`packed_loops`).
 
 Where loops are nested, or branches with much work are in a loop, lanes have program counters
 instead: `program_counters` runs all from the first such loop to the last one as one program.
@@ -31,6 +32,7 @@ from jax.extend.core import Var
 from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
 from jedbatch._jaxpr.branches import LaneBranch, apart, apart_with_reverse
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, work
+from jedbatch._jaxpr.lane_loops import LoopOfLanes, carries_of_lanes
 from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.narrowing import (
     counted,
@@ -39,6 +41,7 @@ from jedbatch._jaxpr.narrowing import (
     rows_at,
     where_lanes,
 )
+from jedbatch._jaxpr.packed_loops import PackableLoop, packs
 from jedbatch._jaxpr.program_counters import STEP_WORK, LaneRule, pays, run_lanes
 from jedbatch._jaxpr.single_instances import ends_alone, goes_on_alone
 from jedbatch._jaxpr.trip_counts import with_equal_trips
@@ -243,7 +246,8 @@ def _nest(
 def _rule_of_while(
     eqn: Equation, mode: ControlFlowName, branches: BranchesName, lanes: LaneRule
 ) -> Callable:
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    num_cond = eqn.params["cond_nconsts"]
+    num_consts = num_cond + eqn.params["body_nconsts"]
     alone = ends_alone(eqn.params["cond_jaxpr"]), goes_on_alone(eqn.params["body_jaxpr"])
     decides = _what_decides(eqn)
     body_work = sum(map(work, eqn.params["body_jaxpr"].jaxpr.eqns))
@@ -254,40 +258,24 @@ def _rule_of_while(
         at_a_time = lanes_at_a_time(size, body_work, mode, lanes.step_work)
         is_refilled = size >= FEWEST * at_a_time
         is_light = at_a_time * body_work < EXCHANGE * lanes.step_work and not is_nest(eqn)
-        narrows = mode == "auto" and lanes.nests and is_light
-        widths = narrower_widths(size, body_work, lanes.step_work) if narrows else []
-        if widths:
-            is_refilled = False
-        elif not is_refilled:
+        is_narrow = mode == "auto" and lanes.nests and is_light
+        widths = narrower_widths(size, body_work, lanes.step_work) if is_narrow else []
+        consts, in_consts = args[:num_consts], in_batched[:num_consts]
+        start = carries_of_lanes(args[num_consts:], in_batched[num_consts:], size)
+        if is_narrow and packs(size, body_work, lanes.step_work):
+            packable = PackableLoop(alone, num_cond, consts, in_consts)
+            if packable.runs_in_kernel(start):
+                return packable.run(start, widths, body_work, lanes.step_work), [True] * len(start)
+        if not (widths or is_refilled):
             return _in_lock_step(eqn, in_batched, args)
-        inside: ControlFlowName = mode if is_refilled else "lockstep"
+        inside: ControlFlowName = "lockstep" if widths else mode
         cond, body = (_function(x, inside, "forward", lanes) for x in alone)
-        consts = args[: num_cond + num_body]
-        start = [
-            x if batched else jnp.broadcast_to(x, (size, *jnp.shape(x)))
-            for x, batched in zip(args[len(consts) :], in_batched[len(consts) :], strict=True)
-        ]
-        own = [x for x, batched in zip(consts, in_batched, strict=False) if batched]
-
-        def split(of_lane: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-            mine = iter(of_lane)
-            every = [
-                next(mine) if batched else x for x, batched in zip(consts, in_batched, strict=False)
-            ]
-            return every[:num_cond], every[num_cond:]
-
-        def more(of_lane: Sequence[Array], carry: Sequence[Array]) -> Array:
-            return cond(*split(of_lane)[0], *carry)[0]
-
-        def step(of_lane: Sequence[Array], carry: Sequence[Array]) -> list[Array]:
-            return body(*split(of_lane)[1], *carry)
-
-        given = jax.vmap(more), jax.vmap(step), own, start
-        if is_refilled:
-            few = lanes_to_wait(size, at_a_time, body_work, lanes.step_work)
-            outs = refilled(*given, at_a_time, few, body_work, lanes.nests)
+        loop = LoopOfLanes.of(cond, body, num_cond, consts, in_consts)
+        if widths:
+            outs = narrowed(*loop, start, widths, body_work, lanes.step_work)
         else:
-            outs = narrowed(*given, widths, body_work, lanes.step_work)
+            few = lanes_to_wait(size, at_a_time, body_work, lanes.step_work)
+            outs = refilled(*loop, start, at_a_time, few, body_work, lanes.nests)
         return outs, [True] * len(outs)
 
     return rule

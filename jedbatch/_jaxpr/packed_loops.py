@@ -1,0 +1,242 @@
+"""Loops with little work on a CPU: some lanes at a time, exchanged inside of one kernel.
+
+A step of a loop with little work takes as long as its kernels take to begin, so lanes that are done
+are not worth exchanging, unless the exchange costs next to nothing and so does a step of few lanes.
+Both hold where the loop over steps and the loop that exchanges lanes are one kernel (see
+`single_kernel`): a step of sixteen lanes then takes about a sixteenth of the time of one of 256,
+and an exchange a microsecond or less.
+
+At first all lanes run in lock step, as where all take as many steps no other order is faster. As
+one who rents until the rents add up to the price, and then buys, they do so until what was computed
+for lanes that were done is as much as exchanging the others costs (see `narrowing`). Then these run
+`PLACES` at a time: as soon as one is done, what it carries is written to where it was, and the next
+that waits takes its place.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jedbatch._jaxpr.lane_loops import LoopOfLanes, as_function
+from jedbatch._jaxpr.lane_steps import is_counting, tell
+from jedbatch._jaxpr.narrowing import narrowed, where_lanes
+from jedbatch._jaxpr.single_kernel import (
+    in_kernel,
+    rows_at,
+    runs_in_kernel,
+    where_one,
+    with_rows_at,
+    with_sums,
+)
+from jedbatch._support.types import Array
+
+PLACES = 16  # lanes that run at the same time, once not all do
+FEWEST = 4  # times as many lanes as places, for a loop to be packed
+MOST_LANES = 1 << 12  # beyond which the cores of a CPU share a step of lock step
+EXCHANGE = 20  # steps of a lane, as long as it takes to exchange one
+
+
+def packs(size: int, body_work: int, step_work: float) -> bool:
+    """Returns whether a loop is worth packing that can be one kernel.
+
+    Args:
+      size: how many lanes there are.
+      body_work: floating-point operations of a step of a lane.
+      step_work: those that are done while a step is started.
+    """
+    return FEWEST * PLACES <= size <= MOST_LANES and size * body_work >= step_work
+
+
+def together(loop: LoopOfLanes, start: Sequence[Array]) -> tuple[Array, list[Array], Array | None]:
+    """Runs all lanes in lock step until exchanging those that go on costs no more than waiting did.
+
+    Args:
+      loop: that runs.
+      start: carries at first, [N, ...] each.
+
+    Returns:
+      (bool[N] which lanes go on, their carries, int32[3] the steps, lanes and lanes needed, or None
+      if nobody counts).
+    """
+    more, step, own = loop
+    size = len(start[0])
+
+    def waits(state: Any) -> Array:
+        _, _, left, wasted, _ = state
+        return (left > 0) & (wasted < EXCHANGE * left)
+
+    def one_step(state: Any) -> Any:
+        goes_on, carry, left, wasted, count = state
+        count = _counted(count, size, left)
+        carry = where_lanes(goes_on, step(own, carry), carry)
+        goes_on = goes_on & more(own, carry)
+        wasted = wasted + (size - left)
+        return goes_on, carry, goes_on.sum(dtype=jnp.int32), wasted, count
+
+    goes_on = more(own, start)
+    left, nothing = goes_on.sum(dtype=jnp.int32), jnp.zeros(3, jnp.int32)
+    state = goes_on, list(start), left, jnp.int32(0), nothing if is_counting() else None
+    goes_on, ends, _, _, count = lax.while_loop(waits, one_step, state)
+    return goes_on, ends, count
+
+
+def exchanged(
+    loop: LoopOfLanes,
+    ends: Sequence[Array],
+    left: Array,
+    num_left: Array,
+    counts: bool,
+) -> tuple[list[Array], Array | None]:
+    """Runs the lanes that go on, `PLACES` at a time, by operations that a kernel can have.
+
+    Args:
+      loop: whose programs a kernel can have.
+      ends: what lanes carry, [N, ...] each.
+      left: int32[N], the lanes that go on; N from `num_left` on.
+      num_left: int32[], how many these are.
+      counts: whether to count.
+
+    Returns:
+      (the carries [N, ...] at the end, int32[3] as `together` counts).
+    """
+    more, step, own = loop
+    size = len(ends[0])
+    places = jnp.arange(PLACES, dtype=jnp.int32)
+
+    def changes(state: Any) -> Array:
+        """Returns bool[PLACES], where a lane is done that is not written, or one can come."""
+        lane, goes_on, next_one, *_ = state
+        return ~goes_on & ((lane < size) | (next_one < num_left))
+
+    def exchange(state: Any) -> Any:
+        lane, goes_on, next_one, mine, carry, ends = state
+        place = jnp.where(changes(state), places, PLACES - 1).min()
+        (old,), carried = rows_at([lane], place), rows_at(carry, place)
+        row = jnp.minimum(old, size - 1)
+        ends = with_rows_at(ends, where_one(old < size, carried, rows_at(ends, row)), row)
+        comes = next_one < num_left
+        (new,) = rows_at([left], jnp.minimum(next_one, size - 1))
+        row = jnp.minimum(new, size - 1)
+        carry = with_rows_at(carry, where_one(comes, rows_at(ends, row), carried), place)
+        mine = with_rows_at(mine, where_one(comes, rows_at(own, row), rows_at(mine, place)), place)
+        now = [jnp.where(comes, new, jnp.int32(size)), comes]
+        lane, goes_on = with_rows_at([lane, goes_on], now, place)
+        return lane, goes_on, next_one + comes.astype(jnp.int32), mine, carry, ends
+
+    def exchange_all(state: Any) -> Any:
+        return lax.while_loop(lambda state: changes(state).any(), exchange, state)
+
+    def until_one_leaves(state: Any) -> Any:
+        (lane, goes_on, next_one, mine, carry, ends), count = state
+
+        def none_leaves(state: Any) -> Array:
+            goes_on = state[0]
+            return goes_on.all() | (goes_on.any() & (next_one >= num_left))
+
+        def one_step(state: Any) -> Any:
+            goes_on, carry, count = state
+            count = _counted(count, PLACES, goes_on.sum(dtype=jnp.int32))
+            carry = where_lanes(goes_on, step(mine, carry), carry)
+            return goes_on & more(mine, carry), carry, count
+
+        goes_on, carry, count = lax.while_loop(none_leaves, one_step, (goes_on, carry, count))
+        return exchange_all((lane, goes_on, next_one, mine, carry, ends)), count
+
+    nobody = jnp.full(PLACES, size, jnp.int32), jnp.zeros(PLACES, bool), jnp.int32(0)
+    first = [x[:PLACES] for x in own], [x[:PLACES] for x in ends], list(ends)
+    count = jnp.zeros(3, jnp.int32) if counts else None
+    state = exchange_all((*nobody, *first)), count
+    state = lax.while_loop(lambda state: state[0][1].any(), until_one_leaves, state)
+    (*_, written), count = state
+    return list(written), count
+
+
+class PackableLoop:
+    """A loop with little work, which may be one that a kernel can run.
+
+    Args:
+      programs: its condition and its body, closed programs of one lane.
+      num_cond: how many constants the condition has.
+      consts: these, and those of the body: [N, ...] of lanes, or of all lanes.
+      in_batched: which of them are of lanes.
+    """
+
+    def __init__(
+        self,
+        programs: tuple[Any, Any],
+        num_cond: int,
+        consts: Sequence[Array],
+        in_batched: Sequence[bool],
+    ):
+        self._functions = tuple(map(as_function, programs))
+        self._with_sums = tuple(as_function(with_sums(x)) for x in programs)
+        self._num_cond, self._consts, self._in_batched = num_cond, consts, in_batched
+
+    def _loop(self, functions: tuple[Callable, ...], consts: Sequence[Array]) -> LoopOfLanes:
+        cond, body = functions
+        return LoopOfLanes.of(cond, body, self._num_cond, consts, self._in_batched)
+
+    def runs_in_kernel(self, start: Sequence[Array]) -> bool:
+        """Returns whether the condition and a step can be parts of a kernel.
+
+        Args:
+          start: carries at first, [N, ...] each.
+        """
+
+        def both(consts: Sequence[Array], carry: Sequence[Array]) -> Any:
+            more, step, own = self._loop(self._with_sums, consts)
+            rows = [x[:PLACES] for x in own], [x[:PLACES] for x in carry]
+            return more(*rows), step(*rows)
+
+        kinds = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), (self._consts, start)
+        )
+        return runs_in_kernel(jax.make_jaxpr(both)(*kinds))
+
+    def run(
+        self, start: Sequence[Array], widths: Sequence[int], body_work: int, step_work: float
+    ) -> list[Array]:
+        """Runs the loop until all lanes are done.
+
+        Args:
+          start: carries at first, [N, ...] each.
+          widths: for `narrowed`, which transformations see in place of a kernel.
+          body_work: floating-point operations of a step of a lane.
+          step_work: those that are done while a step is started.
+
+        Returns:
+          The carries [N, ...] at the end.
+        """
+        size, num_consts, counts = len(start[0]), len(self._consts), is_counting()
+        loop = self._loop(self._functions, self._consts)
+        goes_on, ends, first = together(loop, start)
+        (left,) = jnp.nonzero(goes_on, size=size, fill_value=size)
+
+        def in_places(*operands: Array) -> list[Array]:
+            consts, (left, num_left, *ends) = operands[:num_consts], operands[num_consts:]
+            loop = self._loop(self._with_sums, consts)
+            outs, count = exchanged(loop, ends, left, num_left, counts)
+            return [*outs, *([] if count is None else [count])]
+
+        def otherwise(*operands: Array) -> list[Array]:
+            consts, ends = operands[:num_consts], operands[num_consts + 2 :]
+            loop = self._loop(self._functions, consts)
+            outs = narrowed(*loop, ends, widths, body_work, step_work)
+            return [*outs, *([jnp.zeros(3, jnp.int32)] if counts else [])]
+
+        rest = left.astype(jnp.int32), goes_on.sum(dtype=jnp.int32)
+        found = in_kernel(in_places, otherwise)(*self._consts, *rest, *ends)
+        if first is not None:
+            parts = [(0, body_work, size), (0, body_work, PLACES)]
+            tell("loop", parts, jnp.stack([first, found[-1]]))
+        return found[: len(ends)]
+
+
+def _counted(count: Array | None, lanes: int, needed: Array) -> Array | None:
+    """Returns counts to which a step of some lanes was added."""
+    if count is None:
+        return None
+    return count + jnp.stack([jnp.int32(1), jnp.int32(lanes), needed])

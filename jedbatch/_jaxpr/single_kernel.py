@@ -1,0 +1,206 @@
+"""Loops as single kernels of a CPU: compiled by XLA as one function, without a call per operation.
+
+XLA:CPU runs a program as a list of kernels, each of which costs a fraction of a microsecond to
+begin. A step of a loop that does a few hundred operations for a few lanes takes as long as its
+kernels take to begin. A computation that is called with the attribute `xla_cpu_small_call` is one
+kernel instead, loops and conditionals in it included. XLA itself sets the attribute on loops whose
+step touches less than 1 KiB (its pass `small_while_loop_hoisting`); here it is set on larger ones.
+
+In such a kernel XLA has no code for products of matrices, for sorting, for scattering to several
+places, or for calls of other libraries: it refuses to compile them. So a program is looked through
+before (`runs_in_kernel`), and small products of matrices are written as sums (`with_sums`). What
+transformations would make of a program afterwards, nobody has looked through: under `vmap` and
+`jvp` the kernel gives way to another function of the same values (`in_kernel`).
+
+Where the attribute is not known, as on other devices, the call is one like any other.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from jedbatch._jaxpr.interpret import names_in, shape_of
+from jedbatch._jaxpr.versions import (
+    CALLS,
+    Equation,
+    is_program,
+    with_equations,
+    without_consts,
+)
+from jedbatch._support.types import Array
+
+MOST_PRODUCTS = 512  # of one product of matrices, to be written as a sum
+
+_OPERATIONS = names_in(
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz",
+    "convert_element_type copy copy_p cos cosh div eq erf erf_inv erfc exp exp2 expm1 floor ge gt",
+    "integer_pow is_finite le lgamma log log1p logistic lt max min mul ne neg nextafter not",
+    "or population_count pow real rem round rsqrt select_n shift_left shift_right_arithmetic",
+    "shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor",
+    "argmax argmin bitcast_convert_type broadcast_in_dim concatenate cummax cummin cumprod cumsum",
+    "dynamic_slice dynamic_update_slice expand_dims gather iota pad reduce_and reduce_max",
+    "reduce_min reduce_or reduce_prod reduce_sum reshape rev slice split squeeze stack transpose",
+    "random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32",
+    "nonbatchable select_if_vmap unvmap_all unvmap_any unvmap_max",
+)
+_CONTROL = frozenset({"while", "scan", "cond", *CALLS})
+_KINDS = "biuf"  # of numbers: truth values, whole ones and floating-point ones
+
+
+def runs_in_kernel(program: Any) -> bool:
+    """Returns whether a program, closed or open, is one that XLA:CPU compiles as one kernel."""
+    return all(map(_runs, without_consts(program).eqns))
+
+
+def _runs(eqn: Equation) -> bool:
+    if eqn.effects or not all(map(_is_known, (*eqn.invars, *eqn.outvars))):
+        return False
+    match eqn.primitive.name:
+        case "dot_general":
+            return not _is_of_matrices(eqn)
+        case "scatter" | "scatter-add":
+            indices = eqn.invars[1].aval
+            return math.prod(indices.shape[:-1]) == 1
+        case "vprim":  # of Equinox: what sets a slice of an array does so at one place for all
+            place = eqn.params["__batch_axes"][-1]
+            return str(eqn.params["prim"]) == "maybe_set" and place is None
+        case name if name in _CONTROL:
+            return all(map(runs_in_kernel, _programs_of(eqn)))
+        case name:
+            return name in _OPERATIONS
+
+
+def _is_known(atom: Any) -> bool:
+    """Returns whether the elements of a value are of a kind that kernels compute with."""
+    dtype = atom.aval.dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return True
+    return np.dtype(dtype).kind in _KINDS and np.dtype(dtype) != np.float16
+
+
+def _programs_of(eqn: Equation) -> list[Any]:
+    """Returns the programs that an operation runs, in 0.10 with and without constants."""
+    params = [p for name, p in eqn.params.items() if not name.endswith(("thunk", "bwd"))]
+    values = [x for p in params for x in (p if type(p) in (tuple, list) else [p])]
+    return [x for x in values if is_program(x)]
+
+
+def _is_of_matrices(eqn: Equation) -> bool:
+    """Returns whether both operands have rows that are not contracted."""
+    contracted, batched = eqn.params["dimension_numbers"]
+    rows = [
+        math.prod(n for i, n in enumerate(v.aval.shape) if i not in {*inside, *outside})
+        for v, inside, outside in zip(eqn.invars, contracted, batched, strict=True)
+    ]
+    return min(rows) > 1
+
+
+# --- products as sums ---
+
+
+def with_sums(program: Any) -> Any:
+    """Returns a program of one lane with small products of vectors and matrices as sums.
+
+    Mapped over lanes, a product with a matrix that all share would be one of two matrices.
+    """
+
+    def through(x: Any) -> Any:
+        if type(x) in (tuple, list):
+            return type(x)(map(through, x))
+        return with_sums(x) if is_program(x) else x
+
+    eqns = []
+    for eqn in without_consts(program).eqns:
+        if eqn.primitive.name == "dot_general" and _is_small(eqn):
+            eqns.append(_as_sum(eqn))
+        else:
+            eqns.append(eqn.replace(params={k: through(x) for k, x in eqn.params.items()}))
+    return with_equations(program, eqns)
+
+
+def _is_small(eqn: Equation) -> bool:
+    (x, y), (z,) = eqn.invars, eqn.outvars
+    of_one_kind = x.aval.dtype == y.aval.dtype == z.aval.dtype
+    (inside, _), _ = eqn.params["dimension_numbers"]
+    products = z.aval.size * math.prod(x.aval.shape[i] for i in inside)
+    return of_one_kind and products <= MOST_PRODUCTS
+
+
+def _as_sum(eqn: Equation) -> Any:
+    """Returns a product as the call of a function that multiplies and adds."""
+    (inside, also_inside), (batched, also_batched) = eqn.params["dimension_numbers"]
+
+    def product(x: Array, y: Array) -> Array:
+        rows = [i for i in range(x.ndim) if i not in {*inside, *batched}]
+        columns = [i for i in range(y.ndim) if i not in {*also_inside, *also_batched}]
+        x = lax.transpose(x, [*batched, *rows, *inside])
+        y = lax.transpose(y, [*also_batched, *columns, *also_inside])
+        start, end = len(batched), len(batched) + len(rows)
+        x = lax.expand_dims(x, range(end, end + len(columns)))
+        y = lax.expand_dims(y, range(start, end))
+        return (x * y).sum(range(end + len(columns), x.ndim))
+
+    (called,) = jax.make_jaxpr(jax.jit(product))(*map(shape_of, eqn.invars)).eqns
+    return eqn.replace(primitive=called.primitive, params=called.params)
+
+
+# --- calls ---
+
+
+def in_kernel(
+    run: Callable[..., Sequence[Array]], otherwise: Callable[..., Sequence[Array]]
+) -> Callable[..., list[Array]]:
+    """Returns a function that runs another one in one kernel.
+
+    Args:
+      run: from arrays to arrays; its program has been looked through.
+      otherwise: computes the same from the same, and is what is mapped and differentiated.
+    """
+
+    def apart(*args: Array) -> Sequence[Array]:
+        with set_xla_metadata(xla_cpu_small_call=None, inlineable=None):  # not of what is inside
+            return run(*args)
+
+    @jax.custom_batching.custom_vmap
+    def called(*args: Array) -> Sequence[Array]:
+        with set_xla_metadata(xla_cpu_small_call="true", inlineable="false"):
+            return jax.jit(apart)(*args)
+
+    def over_instances(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
+        axes = [0 if batched else None for batched in in_batched]
+        outs = jax.vmap(otherwise, axes, axis_size=size)(*args)
+        return outs, [True] * len(outs)
+
+    called.def_vmap(over_instances)
+
+    @jax.custom_jvp
+    def call(*args: Array) -> Sequence[Array]:
+        return called(*args)
+
+    @call.defjvp
+    def push(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
+        return jax.jvp(otherwise, primals, tangents)
+
+    return lambda *args: list(call(*args))
+
+
+def rows_at(arrays: Sequence[Array], place: Array) -> list[Array]:
+    """Returns the row of each array at one place, by slices."""
+    return [lax.dynamic_index_in_dim(x, place, 0, keepdims=False) for x in arrays]
+
+
+def with_rows_at(arrays: Sequence[Array], rows: Sequence[Array], place: Array) -> list[Array]:
+    """Returns arrays with other rows at one place, by slices."""
+    pairs = zip(arrays, rows, strict=True)
+    return [lax.dynamic_update_index_in_dim(x, row, place, 0) for x, row in pairs]
+
+
+def where_one(flag: Array, xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
+    """Returns the first values if a flag is set, the others if not."""
+    return [jnp.where(flag, x, y) for x, y in zip(xs, ys, strict=True)]
