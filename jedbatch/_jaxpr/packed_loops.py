@@ -213,7 +213,6 @@ class PackableLoop:
         size, num_consts, counts = len(start[0]), len(self._consts), is_counting()
         loop = self._loop(self._functions, self._consts)
         goes_on, ends, first = together(loop, start)
-        (left,) = jnp.nonzero(goes_on, size=size, fill_value=size)
 
         def in_places(*operands: Array) -> list[Array]:
             consts, (left, num_left, *ends) = operands[:num_consts], operands[num_consts:]
@@ -227,12 +226,21 @@ class PackableLoop:
             outs = narrowed(*loop, ends, widths, body_work, step_work)
             return [*outs, *([jnp.zeros(3, jnp.int32)] if counts else [])]
 
-        rest = left.astype(jnp.int32), goes_on.sum(dtype=jnp.int32)
-        found = in_kernel(in_places, otherwise)(*self._consts, *rest, *ends)
+        def exchange(state: Any) -> Any:
+            ends, _, num_left = state
+            (left,) = jnp.nonzero(goes_on, size=size, fill_value=size)
+            operands = *self._consts, left.astype(jnp.int32), num_left, *ends
+            found = in_kernel(in_places, otherwise)(*operands)
+            return found[: len(ends)], found[len(ends) :], jnp.int32(0)
+
+        # A loop of one trip or none: on a CPU a conditional would copy what it returns.
+        after = [jnp.zeros(3, jnp.int32)] if counts else []
+        state = ends, after, goes_on.sum(dtype=jnp.int32)
+        ends, after, _ = lax.while_loop(lambda state: state[-1] > 0, exchange, state)
         if first is not None:
             parts = [(0, body_work, size), (0, body_work, PLACES)]
-            tell("loop", parts, jnp.stack([first, found[-1]]))
-        return found[: len(ends)]
+            tell("loop", parts, jnp.stack([first, *after]))
+        return ends
 
 
 def _counted(count: Array | None, lanes: int, needed: Array) -> Array | None:

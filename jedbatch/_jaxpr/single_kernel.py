@@ -46,6 +46,7 @@ _OPERATIONS = names_in(
     "argmax argmin bitcast_convert_type broadcast_in_dim concatenate cummax cummin cumprod cumsum",
     "dynamic_slice dynamic_update_slice expand_dims gather iota pad reduce_and reduce_max",
     "reduce_min reduce_or reduce_prod reduce_sum reshape rev slice split squeeze stack transpose",
+    "unstack",
     "random_bits random_fold_in random_seed random_split random_unwrap random_wrap threefry2x32",
     "nonbatchable select_if_vmap unvmap_all unvmap_any unvmap_max",
 )
