@@ -188,12 +188,14 @@ class PackableLoop:
 
         def both(consts: Sequence[Array], carry: Sequence[Array]) -> Any:
             more, step, own = self._loop(self._with_sums, consts)
-            rows = [x[:PLACES] for x in own], [x[:PLACES] for x in carry]
-            return more(*rows), step(*rows)
+            return more(own, carry), step(own, carry)
 
-        kinds = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(jnp.shape(x), x.dtype), (self._consts, start)
-        )
+        def kind(x: Array, is_of_lanes: bool) -> jax.ShapeDtypeStruct:
+            shape = (PLACES, *jnp.shape(x)[1:]) if is_of_lanes else jnp.shape(x)
+            return jax.ShapeDtypeStruct(shape, x.dtype)
+
+        consts = list(map(kind, self._consts, self._in_batched))
+        kinds = consts, [kind(x, True) for x in start]
         return runs_in_kernel(jax.make_jaxpr(both)(*kinds))
 
     def run(

@@ -7,10 +7,11 @@ kernel instead, loops and conditionals in it included. XLA itself sets the attri
 step touches less than 1 KiB (its pass `small_while_loop_hoisting`); here it is set on larger ones.
 
 In such a kernel XLA has no code for products of matrices, for sorting, for scattering to several
-places, or for calls of other libraries: it refuses to compile them. So a program is looked through
-before (`runs_in_kernel`), and small products of matrices are written as sums (`with_sums`). What
-transformations would make of a program afterwards, nobody has looked through: under `vmap` and
-`jvp` the kernel gives way to another function of the same values (`in_kernel`).
+places, or for calls of other libraries, by which it reduces arrays of some thousand elements: it
+refuses to compile them. Nor is there anything to gain where arrays are large. So a program is
+looked through before (`runs_in_kernel`), and small products of matrices are written as sums
+(`with_sums`). What transformations would make of a program afterwards, nobody has looked through:
+under `vmap` and `jvp` the kernel gives way to another function of the same values (`in_kernel`).
 
 Where the attribute is not known, as on other devices, the call is one like any other.
 """
@@ -35,7 +36,8 @@ from jedbatch._jaxpr.versions import (
 )
 from jedbatch._support.types import Array
 
-MOST_PRODUCTS = 512  # of one product of matrices, to be written as a sum
+MOST_ELEMENTS = 512  # of a value in a kernel
+MOST_PRODUCTS = 32  # of a product of matrices of a lane, to be written as a sum
 
 _OPERATIONS = names_in(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp clz",
@@ -78,8 +80,10 @@ def _runs(eqn: Equation) -> bool:
 
 
 def _is_known(atom: Any) -> bool:
-    """Returns whether the elements of a value are of a kind that kernels compute with."""
+    """Returns whether a value is small, and its elements of a kind that kernels compute with."""
     dtype = atom.aval.dtype
+    if atom.aval.size > MOST_ELEMENTS:
+        return False
     if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
         return True
     return np.dtype(dtype).kind in _KINDS and np.dtype(dtype) != np.float16

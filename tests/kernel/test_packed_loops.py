@@ -12,7 +12,7 @@ from jedbatch._jaxpr.interpret import work
 from jedbatch._jaxpr.lane_steps import counting
 from jedbatch._jaxpr.packed_loops import EXCHANGE, PLACES, packs
 from jedbatch._jaxpr.program_counters import LaneRule
-from jedbatch._jaxpr.single_kernel import runs_in_kernel, with_sums
+from jedbatch._jaxpr.single_kernel import MOST_ELEMENTS, MOST_PRODUCTS, with_sums
 from jedbatch.errors import UnfinishedLoopError
 
 RNG = np.random.default_rng(0)
@@ -176,13 +176,32 @@ def test_products_are_sums(shapes, dimensions):
     program = with_sums(nested)
     (found,) = jax.core.eval_jaxpr(program.jaxpr, program.consts, x, y)
     close(found, product(x, y))
-    over = jax.make_jaxpr(jax.vmap(lambda x: jax.core.eval_jaxpr(program.jaxpr, [], x, y)))
-    assert runs_in_kernel(over(jnp.stack([x, x])))
+    is_small = found.size * np.prod([x.shape[i] for i in dimensions[0][0]]) <= MOST_PRODUCTS
+    is_sum = "dot_general" not in str(program)
+    assert is_sum == is_small
 
 
-def test_large_products_are_none():
-    program = jax.make_jaxpr(jnp.matmul)(jnp.ones((32, 32)), jnp.ones((32, 32)))
-    assert not runs_in_kernel(with_sums(program))
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda x: x - x.sum(), id="a sum"),
+        pytest.param(lambda x: jnp.tanh(x @ jnp.full((len(x), len(x)), 0.1)), id="a product"),
+    ],
+)
+@pytest.mark.parametrize("size", [2, 5, 16, 31, 33, 64, 257, 512])
+def test_large_values_are_in_no_kernel(change, size):
+    """XLA reduces them by a library, which it cannot call from a kernel."""
+    n, x = jnp.arange(64, dtype=jnp.int32), jnp.ones((64, size), jnp.float32)
+    fn = lambda n, x: repeated(change)(n, x)[1]  # noqa: E731
+    program = jax.make_jaxpr(fn)(n[0], x[0])
+    (looped,) = [e for e in program.eqns if e.primitive.name == "while"]
+    rule = LaneRule(step_work=60.0 * sum(map(work, looped.params["body_jaxpr"].jaxpr.eqns)))
+    run = jax.jit(over_lanes(fn, n, x, mode="auto", rule=rule))
+    close(run(n, x), loop(fn, n, x), 1e-4)
+    if size * PLACES > MOST_ELEMENTS:
+        assert not has_kernel(run.lower(n, x))
+    elif size == 2:
+        assert has_kernel(run.lower(n, x))
 
 
 def test_nan_random_keys_and_lanes_that_do_not_run():
