@@ -7,17 +7,27 @@ node and not for the next. So for every variable of a backward program we find t
 cotangents it depends on, its *sources*; a lane in which none of these is alive has zero there,
 whatever was computed. Where variables of different sources meet, those without a source that is
 alive are replaced by zeros, by one `select` for each. Everything downstream is then right.
+
+They may meet inside of a loop, a branch or a call, too, whose programs are run in the same way.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr.interpret import interpret, run_equation, shape_of
-from jedbatch._jaxpr.versions import Equation, OpenProgram, scan_parts, without_consts
+from jedbatch._jaxpr.interpret import Bindings, run_equation, run_equations, shape_of, value_of
+from jedbatch._jaxpr.versions import (
+    CALLS,
+    Equation,
+    OpenProgram,
+    consts_of,
+    scan_parts,
+    without_consts,
+)
 from jedbatch._support.types import Array
 
 Sources = frozenset[int]
@@ -28,35 +38,48 @@ def find_sources(jaxpr: OpenProgram, known_sources: Mapping[Var, Sources]) -> di
     """For each variable that depends on some given ones the union of what these depend on."""
     sources = dict(known_sources)
     for eqn in jaxpr.eqns:
-        of_operands = [
-            NO_SOURCES if isinstance(v, Literal) else sources.get(v, NO_SOURCES) for v in eqn.invars
-        ]
+        of_operands = [_source(v, sources) for v in eqn.invars]
         if any(of_operands):
             sources.update(zip(eqn.outvars, _sources_of_results(eqn, of_operands), strict=True))
     return sources
 
 
+def _source(atom: Any, sources: Mapping[Var, Sources]) -> Sources:
+    """The sources of a variable, or of a literal, which has none."""
+    return NO_SOURCES if isinstance(atom, Literal) else sources.get(atom, NO_SOURCES)
+
+
 def _sources_of_results(eqn: Equation, operands: Sequence[Sources]) -> list[Sources]:
     """The sources of the results of an equation, from those of its operands."""
-    if eqn.primitive.name == "scan":
-        return _sources_of_scan(eqn, list(operands))
+    name = eqn.primitive.name
+    if name == "scan":
+        return _through(eqn.params["jaxpr"], _sources_in_scan(eqn, operands))
+    if name == "cond":
+        of_branches = [_through(x, operands[1:]) for x in eqn.params["branches"]]
+        return [operands[0].union(*x) for x in zip(*of_branches, strict=True)]
+    if name in ENTERED:
+        return _through(eqn.params[CALLS[name]], operands)
     return [NO_SOURCES.union(*operands)] * len(eqn.outvars)
 
 
-def _sources_of_scan(eqn: Equation, operands: list[Sources]) -> list[Sources]:
-    body = without_consts(eqn.params["jaxpr"])
+def _through(program: Any, operands: Sequence[Sources]) -> list[Sources]:
+    """The sources of the results of a program, from those of its arguments."""
+    jaxpr = without_consts(program)
+    sources = find_sources(jaxpr, dict(zip(jaxpr.invars, operands, strict=True)))
+    return [_source(v, sources) for v in jaxpr.outvars]
+
+
+def _sources_in_scan(eqn: Equation, operands: Sequence[Sources]) -> list[Sources]:
+    """The sources of what the body of a `scan` is given in any of its steps."""
+    found = list(operands)
     first, count = scan_parts(eqn)
     while True:
-        sources = find_sources(body, dict(zip(body.invars, operands, strict=True)))
-        results = [
-            NO_SOURCES if isinstance(v, Literal) else sources.get(v, NO_SOURCES)
-            for v in body.outvars
-        ]
-        before = operands[first : first + count]
+        results = _through(eqn.params["jaxpr"], found)
+        before = found[first : first + count]
         after = [a | b for a, b in zip(before, results, strict=False)]
         if after == before:
-            return results
-        operands[first : first + count] = after
+            return found
+        found[first : first + count] = after
 
 
 def where_alive(alive: Array, x: Array) -> Array:
@@ -76,34 +99,126 @@ def guarded(jaxpr: OpenProgram, consts: Sequence[Array], cotangents: Sequence[Ar
       A closed jaxpr with one more argument for each cotangent, bool[]. Results without a source
       that is alive may be anything.
     """
-    sources = find_sources(jaxpr, {v: frozenset([i]) for i, v in enumerate(cotangents)})
+    place = {v: i for i, v in enumerate(cotangents)}
+    given = [frozenset([place[v]]) if v in place else NO_SOURCES for v in jaxpr.invars]
 
     def evaluate(args: Sequence[Array], alive: Sequence[Array]) -> list[Array]:
-        zeroed = dict(zip(jaxpr.invars, args, strict=True))
-        zeroed = {v: zeroed[v] for v in cotangents}  # those that are not alive are zeros already
-
-        def with_zeros(v: Var, x: Array) -> Array:
-            if v not in zeroed:
-                flags = [alive[i] for i in sorted(sources[v])]
-                zeroed[v] = where_alive(jnp.stack(flags).any(), x)
-            return zeroed[v]
-
-        def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
-            of_operands = [
-                NO_SOURCES if isinstance(v, Literal) else sources.get(v, NO_SOURCES)
-                for v in eqn.invars
-            ]
-            everything = NO_SOURCES.union(*of_operands)
-            guarded_values = [
-                with_zeros(v, x) if source and source != everything else x
-                for v, x, source in zip(eqn.invars, values, of_operands, strict=True)
-            ]
-            return run_equation(jaxpr, eqn, guarded_values)
-
-        return interpret(jaxpr, consts, args, rule)
+        return _run_guarded(jaxpr, consts, args, given, alive)
 
     flags = [jax.ShapeDtypeStruct((), jnp.bool_) for _ in cotangents]
     return jax.make_jaxpr(evaluate)(list(map(shape_of, jaxpr.invars)), flags)
+
+
+def _run_guarded(
+    jaxpr: OpenProgram,
+    consts: Sequence[Array],
+    args: Sequence[Array],
+    of_args: Sequence[Sources],
+    alive: Sequence[Array],
+    of_results: Sequence[Sources] = (),
+) -> list[Array]:
+    """Returns the results of a program in which nothing meets what is not alive.
+
+    Args:
+      jaxpr: the program.
+      consts: its constants.
+      args: its arguments. Those with one source are zeros if this is not alive.
+      of_args: the sources of each.
+      alive: bool[] for each source.
+      of_results: for some results the sources that they have for who reads them: a result that has
+        some, and others than these, is zeros unless one of its own is alive.
+    """
+    sources = find_sources(jaxpr, dict(zip(jaxpr.invars, of_args, strict=True)))
+    zeroed: dict[Any, Array] = {}
+
+    def with_zeros(v: Any, x: Array, met: Sources) -> Array:
+        """x, or zeros where it meets values of other sources and has none that is alive."""
+        own = _source(v, sources)
+        if not own or own == met:
+            return x
+        if v not in zeroed:
+            zeroed[v] = where_alive(jnp.stack([alive[i] for i in sorted(own)]).any(), x)
+        return zeroed[v]
+
+    def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
+        of_operands = [_source(v, sources) for v in eqn.invars]
+        met = NO_SOURCES.union(*of_operands)
+        pairs = zip(eqn.invars, values, strict=True)
+        operands = [with_zeros(v, x, met) for v, x in pairs]
+        if len(met) > 1 and eqn.primitive.name in _NESTS:
+            return _NESTS[eqn.primitive.name](eqn, operands, of_operands, alive)
+        return run_equation(jaxpr, eqn, operands)
+
+    env: Bindings = dict(zip(jaxpr.constvars, consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    run_equations(jaxpr.eqns, env, rule)
+    results = [value_of(v, env) for v in jaxpr.outvars]
+    for i, (v, met) in enumerate(zip(jaxpr.outvars, of_results, strict=False)):
+        results[i] = with_zeros(v, results[i], met)
+    return results
+
+
+def _inside(
+    program: Any,
+    of_args: Sequence[Sources],
+    alive: Sequence[Array],
+    of_results: Sequence[Sources] = (),
+) -> Callable[[Sequence[Array]], list[Array]]:
+    """From the arguments of a program to its results; see `_run_guarded`."""
+    jaxpr, consts = without_consts(program), consts_of(program)
+    return lambda args: _run_guarded(jaxpr, consts, args, of_args, alive, of_results)
+
+
+def _guarded_scan(
+    eqn: Equation, values: Sequence[Array], of_operands: Sequence[Sources], alive: Sequence[Array]
+) -> list[Array]:
+    params, (first, count) = eqn.params, scan_parts(eqn)
+    given = _sources_in_scan(eqn, of_operands)
+    carried = slice(first, first + count)
+    run = _inside(params["jaxpr"], given, alive, given[carried])
+
+    def step(carry: Sequence[Array], xs: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        results = run([*values[:first], *carry, *xs])
+        return results[:count], results[count:]
+
+    carry, ys = lax.scan(
+        step,
+        list(values[carried]),
+        list(values[first + count :]),
+        params["length"],
+        params["reverse"],
+        params.get("unroll", 1),
+    )
+    return [*carry, *ys]
+
+
+def _guarded_cond(
+    eqn: Equation, values: Sequence[Array], of_operands: Sequence[Sources], alive: Sequence[Array]
+) -> list[Array]:
+    if eqn.effects or eqn.params.get("branches_platforms"):
+        return list(eqn.primitive.bind(*values, **eqn.params))
+    of_results = _sources_of_results(eqn, of_operands)
+    branches = [_inside(x, of_operands[1:], alive, of_results) for x in eqn.params["branches"]]
+    return list(lax.switch(values[0], branches, list(values[1:])))
+
+
+def _guarded_call(
+    eqn: Equation, values: Sequence[Array], of_operands: Sequence[Sources], alive: Sequence[Array]
+) -> list[Array]:
+    run = _inside(eqn.params[CALLS[eqn.primitive.name]], of_operands, alive)
+    if eqn.primitive.name in ("checkpoint", "remat2"):
+        params = eqn.params
+        run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    return run(list(values))
+
+
+# Calls whose program may be run equation by equation: they have no rules of differentiation.
+ENTERED = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"})
+_NESTS: dict[str, Callable] = {
+    "scan": _guarded_scan,
+    "cond": _guarded_cond,
+    **dict.fromkeys(ENTERED, _guarded_call),
+}
 
 
 def sources_of(jaxpr: OpenProgram, cotangents: Sequence[Array]) -> list[Sources]:

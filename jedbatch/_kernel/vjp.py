@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jedbatch._graph.types import ValueType
@@ -50,7 +49,7 @@ from jedbatch._kernel.residuals import (
     recomputable,
     runs_again,
 )
-from jedbatch._kernel.weight_gradients import MatrixProduct, Tap
+from jedbatch._kernel.weight_gradients import MatrixProduct, Tap, alike, gated_function
 from jedbatch._support.types import Array, Leaf
 
 # The derivative with respect to a const does not depend on the rows at all.
@@ -488,15 +487,17 @@ class KernelVjp:
                     env[v] = i if source is Source.LITERAL else kept[i]
             return [env[v] for v in others]
 
-        program = kernel.jaxpr.replace(eqns=[eqn])
-        over_lanes = without_lock_step(program, kernel.control_flow, "reverse", kernel.lanes).eqns
+        over_lanes = functools.partial(
+            without_lock_step, mode=kernel.control_flow, branches="reverse", rule=kernel.lanes
+        )
+        equations = over_lanes(kernel.jaxpr.replace(eqns=[eqn])).eqns
 
         def apply(const_values, fixed_values, row_values):
             env = dict(zip(consts, const_values, strict=True))
             env.update(zip(fixed, fixed_values, strict=True))
             env.update(zip(others, row_values, strict=True))
             env.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in unread)
-            run_equations(over_lanes, env, kernel.run)
+            run_equations(equations, env, kernel.run)
             return [env[v] for v in eqn.outvars if is_inexact(v)]
 
         name = eqn.primitive.name
@@ -510,8 +511,9 @@ class KernelVjp:
             apply=apply,
             linear=name in LINEAR_OPERATIONS or name in LOOK_UPS,
             look_up=name in LOOK_UPS,
-            scale=name == "mul" and len(others) == 1 and _alike(*eqn.invars, *eqn.outvars),
+            scale=name == "mul" and len(others) == 1 and alike(*eqn.invars, *eqn.outvars),
             product=MatrixProduct.of(eqn, kernel.is_const),
+            gated=gated_function(eqn, [*consts, *fixed], others, over_lanes),
         )
 
     def _make_returned(self, s: int) -> Tap:
@@ -584,13 +586,6 @@ def _can_differentiate(kernel: Any, s: int, operands: list[int]) -> bool:
     except Exception:
         return False
     return True
-
-
-def _alike(*atoms: Any) -> bool:
-    """Returns whether all are arrays of single or double precision, of one shape."""
-    kinds = {(atom.aval.shape, atom.aval.dtype) for atom in atoms}
-    ((shape, dtype), *rest) = kinds
-    return not rest and bool(shape) and dtype in (np.float32, np.float64)
 
 
 def _cut_at(items: Sequence[Any], places: Sequence[int]) -> list[Sequence[Any]]:

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jedbatch._jaxpr.interpret import inlined
+from jedbatch._jaxpr.gates import Gates
+from jedbatch._jaxpr.interpret import inlined, is_inexact, run_equations, shape_of
 from jedbatch._jaxpr.sums import added
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources
@@ -82,6 +84,8 @@ class Tap:
       look_up: its gradient is a scatter.
       scale: it multiplies a row by a const of its shape, element by element.
       product: of a row or rows with a matrix, which it is; None of other operations.
+      gated: the same as `apply`, with bool[] for each result besides, whether it is alive. Nothing
+        comes back from those that are not. None if derivatives are finite, or there is one result.
     """
 
     consts: tuple[int, ...]
@@ -95,11 +99,20 @@ class Tap:
     look_up: bool = False
     scale: bool = False
     product: MatrixProduct | None = None
+    gated: Callable | None = None
 
     def gradient(
-        self, consts: Sequence[Array], rows: Array, cotangents: Sequence[Array]
+        self,
+        consts: Sequence[Array],
+        rows: Array,
+        cotangents: Sequence[Array],
+        alive: Sequence[Array] = (),
     ) -> list[Array]:
-        """Gradients of its consts, summed over lanes; `rows` and `cotangents` are batched."""
+        """Gradients of its consts, summed over lanes; all but `consts` are batched.
+
+        `alive`, bool[lanes], says of each result whether it has a cotangent; it is read if the tap
+        is `gated`.
+        """
         if self.scale:  # XLA:CPU sums products over lanes 15 times as fast by a product
             (row,), (cotangent,) = rows, cotangents
             terms = (row * cotangent).reshape(len(row), -1)
@@ -112,6 +125,8 @@ class Tap:
         fixed = [consts[c] for c in self.fixed]
 
         def batched(moving):
+            if self.gated is not None:
+                return jax.vmap(functools.partial(self.gated, moving, fixed))(rows, list(alive))
             lane = functools.partial(self.apply, moving, fixed)
             return jax.vmap(lane, axis_size=len(cotangents[0]))(rows)
 
@@ -124,6 +139,7 @@ class Tap:
         consts: Sequence[Array],
         rows: Array,
         cotangents: Sequence[Array],
+        alive: Sequence[Array],
         all_lanes: bool,
     ) -> list[Array]:
         """The gradients of its consts added to `total`; those of look-ups row by row.
@@ -135,10 +151,57 @@ class Tap:
         if self.look_up and all_lanes:
             consts, cotangents = _widened(consts), _widened(cotangents)
         if not self.look_up or given != [consts[c].dtype for c in self.consts]:
-            gradient = self.gradient(consts, rows, cotangents)
+            gradient = self.gradient(consts, rows, cotangents, alive)
             return [x + y.astype(x.dtype) for x, y in zip(total, gradient, strict=True)]
         closed = inlined(jax.make_jaxpr(self.gradient)(consts, rows, cotangents))
         return added(closed, jax.tree.leaves((consts, rows, cotangents)), total)
+
+
+def alike(*atoms: Any) -> bool:
+    """Returns whether all are arrays of single or double precision, of one shape."""
+    kinds = {(atom.aval.shape, atom.aval.dtype) for atom in atoms}
+    ((shape, dtype), *rest) = kinds
+    return not rest and bool(shape) and dtype in (np.float32, np.float64)
+
+
+def gated_function(
+    eqn: Equation, consts: Sequence[Any], rows: Sequence[Any], over_lanes: Callable
+) -> Callable | None:
+    """Returns an operation as a function with gates inside; None if it needs none.
+
+    Args:
+      eqn: the operation.
+      consts: variables that it reads, which all lanes share.
+      rows: the others.
+      over_lanes: from a program of one lane to one for many.
+
+    Returns:
+      From (values of consts that have a gradient, of the others, of rows, bool[] for each result
+      that has a cotangent) to these results.
+    """
+    results = list(filter(is_inexact, eqn.outvars))
+    gates = Gates.find([eqn], results, consts)
+    if not gates.has_gates_inside(eqn):
+        return None
+    given = [*consts, *rows]
+
+    def run(values: Sequence[Array], alive: Sequence[Array]) -> list[Array]:
+        env = dict(zip(given, values, strict=True))
+
+        def rule(eqn: Equation, values: list[Array]) -> Sequence[Array]:
+            return list(eqn.primitive.bind(*values, **eqn.params))
+
+        run_equations([eqn], env, gates.rule(rule, alive))
+        return [env[v] for v in results]
+
+    flags = [jax.ShapeDtypeStruct((), jnp.bool_) for _ in results]
+    closed = over_lanes(jax.make_jaxpr(run)(list(map(shape_of, given)), flags))
+
+    def gated(moving: Array, fixed: Array, rows: Array, alive: Array) -> list[Array]:
+        given = *moving, *fixed, *rows, *alive
+        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given)
+
+    return gated
 
 
 def _widened(arrays: Sequence[Array]) -> list[Array]:

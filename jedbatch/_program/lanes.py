@@ -129,9 +129,10 @@ class Lanes:
         try:
             if stand_in is None:
                 added = functools.partial(tap.added, [total[c] for c in tap.consts], consts)
-                gradients = added(rows, cotangent_rows, all_lanes=self.blocks is None)
+                gradients = added(rows, cotangent_rows, alive, all_lanes=self.blocks is None)
             else:
-                pairs = zip(tap.consts, tap.gradient(consts, rows, cotangent_rows), strict=True)
+                found = tap.gradient(consts, rows, cotangent_rows, alive)
+                pairs = zip(tap.consts, found, strict=True)
                 gradients = [total[c] + where_alive(stand_in[0], x) for c, x in pairs]
         except Exception as error:
             error.add_note(

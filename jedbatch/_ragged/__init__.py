@@ -13,26 +13,24 @@ Read in this order:
 9. `groups`: Groups: which calls run side by side where a program over packed rows has no loops.
 10. `microbatches`: Microbatches: the calls of a minibatch in parts that run one after another.
 11. `packing`: Packed rows: the capacity for them, and where those of a minibatch are.
-12. `gates`: Gates: what comes back through one result of a phase stays apart from what does
-   through another.
-13. `row_phase`: Phases over rows: equations that do the same to every row, of all instances.
-14. `instance_phase`: Phases over instances: equations that take the rows of one instance together.
-15. `index_phase`: Phases by index: rows of instances that are read or written by index, of all
+12. `row_phase`: Phases over rows: equations that do the same to every row, of all instances.
+13. `instance_phase`: Phases over instances: equations that take the rows of one instance together.
+14. `index_phase`: Phases by index: rows of instances that are read or written by index, of all
    instances at once.
-16. `microbatch_loop`: Running a program on one microbatch after another.
-17. `shared_values`: Values that follow from what all calls share.
-18. `packed_program`: Running a program in phases on the packed rows of all instances.
-19. `renaming`: Operations written down so that the names of symbols do not matter.
-20. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
-21. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
+15. `microbatch_loop`: Running a program on one microbatch after another.
+16. `shared_values`: Values that follow from what all calls share.
+17. `packed_program`: Running a program in phases on the packed rows of all instances.
+18. `renaming`: Operations written down so that the names of symbols do not matter.
+19. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
+20. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
    rows each.
-22. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
-23. `regions`: The ragged parts of an instance's graph, taken out of it.
-24. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
-25. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
+21. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
+22. `regions`: The ragged parts of an instance's graph, taken out of it.
+23. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
+24. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
    tiles.
-26. `lengths`: The arrays of instances that have lengths of their own.
-27. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+25. `lengths`: The arrays of instances that have lengths of their own.
+26. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
-28. `row_capacities`: How much room programs have for the calls of a region.
+27. `row_capacities`: How much room programs have for the calls of a region.
 """

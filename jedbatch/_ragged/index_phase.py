@@ -4,7 +4,7 @@ See `_ragged.indexing`. Such a phase has no loop, so that JAX differentiates it:
 gather is a scatter, and the other way round. What else is in it (zeros to add to, the shape of
 indices) is computed for all rows side by side. The derivatives of extremes divide by what may be
 0, those of products multiply by what may be infinite; they are asked first to which calls something
-comes back (see `_ragged.gates`).
+comes back (see `_jaxpr.gates`).
 """
 
 import functools
@@ -17,12 +17,12 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jedbatch._jaxpr.derivatives import pull_back_some
+from jedbatch._jaxpr.gates import Gates
 from jedbatch._jaxpr.interpret import Bindings, has_gradient, value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._program.arenas import take
-from jedbatch._ragged.gates import Gates
 from jedbatch._ragged.indexing import NamedRows, find_indexing, run_indexed
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis
 from jedbatch._ragged.phases import Phase
@@ -74,7 +74,8 @@ class IndexPhase:
             moving = [i for i in self._moving_shared if wanted[0][i]]
             moving += [len(shared) + i for i in self._moving if wanted[1][i]]
             returned = [i for i in self._returned if cotangents[i] is not None]
-            gates, flags = Gates.find(phase, returned), [moves[i] for i in returned]
+            gates = Gates.find(phase.equations, [phase.writes[i] for i in returned])
+            flags = [moves[i] for i in returned]
 
             def forward(given):
                 parts = given[: len(shared)], given[len(shared) :]

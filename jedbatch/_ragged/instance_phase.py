@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._jaxpr.derivatives import with_replaced
+from jedbatch._jaxpr.gates import Gates
 from jedbatch._jaxpr.interpret import Rule, has_gradient, run_equations
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
@@ -27,7 +28,6 @@ from jedbatch._jaxpr.versions import Atom
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._program.arenas import broadcast_flags, take
 from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
-from jedbatch._ragged.gates import Gates
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
@@ -231,7 +231,7 @@ class InstancePhase:
         returned = [i for i in self._returned if cotangents[i] is not None]
         nothing = jnp.zeros(batch.capacity.calls, bool)
         moves = functools.reduce(jnp.logical_or, [moves_of[i] for i in returned], nothing)
-        gates = Gates.find(phase, returned)
+        gates = Gates.find(phase.equations, [phase.writes[i] for i in returned], phase.shared)
 
         def pulled(group):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
@@ -357,10 +357,9 @@ class InstancePhase:
         )
         rule: Rule = padded.run
         if gates is not None:
-            shared, blocks = (
-                [gates.at(v, x, flags, None) for v, x in zip(variables, values, strict=True)]
-                for variables, values in ((phase.shared, shared), (phase.reads, blocks))
-            )
+            pairs = zip(phase.reads, blocks, strict=True)
+            blocks = [gates.at(v, x, flags, None) for v, x in pairs]
+            padded.gates, padded.flags = gates, flags
             rule = gates.rule(padded.run, flags)
         env = dict(zip(phase.shared, shared, strict=True))
         for v, x in zip(phase.reads, blocks, strict=True):

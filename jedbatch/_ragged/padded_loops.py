@@ -31,7 +31,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr.interpret import Bindings, run_equations, value_of
+from jedbatch._jaxpr.gates import Gates, has_finite_derivatives
+from jedbatch._jaxpr.interpret import interpret
 from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, symbols_in
 from jedbatch._jaxpr.versions import Equation, consts_of, scan_parts, without_consts
 from jedbatch._ragged.axis_rules import SCATTERS
@@ -47,6 +48,8 @@ class PaddedRules(Protocol):
     lanes: str | None
     alive: Any
     known: Known
+    gates: Gates | None
+    flags: Sequence[jax.Array]
 
     def size(self, extent: AxisSize) -> int: ...
 
@@ -146,6 +149,7 @@ def is_table_loop(eqn: Equation) -> bool:
 
 def _inner(
     rules: PaddedRules,
+    eqn: Equation,
     program: Any,
     args: Sequence[Any],
     alive: Any,
@@ -156,6 +160,7 @@ def _inner(
 
     Args:
       rules: of the equation that it belongs to.
+      eqn: that equation.
       program: to run.
       args: its arguments.
       alive: whether the instance takes this step, or branch.
@@ -168,10 +173,14 @@ def _inner(
         extent = extent_of(outside, rules.known)
         if extent is not None:
             known[inside] = extent
-    env: Bindings = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    run_equations(jaxpr.eqns, env, rules.within(alive, chain, known).run)
-    return [value_of(x, env) for x in jaxpr.outvars]
+    inner = rules.within(alive, chain, known)
+    if rules.gates is not None:
+        closes = eqn.primitive.name != "cond" and not has_finite_derivatives([eqn])
+        inner.gates = rules.gates.inside(eqn, program, closes)
+        if closes and alive is not None:
+            inner.flags = [flag & alive for flag in rules.flags]
+        return inner.gates.run_inside(program, args, inner.flags, inner.run)
+    return interpret(jaxpr, consts_of(program), args, inner.run)
 
 
 def extent_of(atom: Any, known: Known) -> AxisSize | None:
@@ -207,11 +216,11 @@ def run_while(rules: PaddedRules, eqn: Equation, values: Sequence[Any]) -> list[
     if count is None:
 
         def condition(carry: Any) -> Array:
-            (more,) = _inner(rules, params["cond_jaxpr"], [*before, *carry], rules.alive)
+            (more,) = _inner(rules, eqn, params["cond_jaxpr"], [*before, *carry], rules.alive)
             return more if rules.alive is None else more & rules.alive
 
         def step(carry: Any) -> Any:
-            return _inner(rules, body, [*consts, *carry], rules.alive, atoms=atoms)
+            return _inner(rules, eqn, body, [*consts, *carry], rules.alive, atoms=atoms)
 
         return list(lax.while_loop(condition, step, list(init)))
     begin, limit = init[count.counter], values[count.limit]
@@ -227,7 +236,7 @@ def run_while(rules: PaddedRules, eqn: Equation, values: Sequence[Any]) -> list[
     chains = find_chain(inner_jaxpr, inner_jaxpr.invars[len(consts) :], inner_jaxpr.outvars)
 
     def run_step(k: Any, alive: Any, carry: list[Any], chain: frozenset[int]) -> list[Array]:
-        return _inner(rules, body, [*consts, *carry], alive, chain, atoms)
+        return _inner(rules, eqn, body, [*consts, *carry], alive, chain, atoms)
 
     carry, _ = _run_steps(rules, run_step, list(init), steps, bound, chains, ([], lambda k: k))
     return carry
@@ -258,7 +267,7 @@ def run_scan(rules: PaddedRules, eqn: Equation, values: Sequence[Any]) -> list[A
     def run_step(k: Any, alive: Any, carry: list[Any], chain: frozenset[int]) -> list[Array]:
         at = jnp.clip(place(jnp.where(alive, k, 0)), 0, max(0, room - 1))
         rows = [lax.dynamic_index_in_dim(x, at, 0, keepdims=False) for x in xs]
-        return _inner(rules, body, [*consts, *carry, *rows], alive, chain, atoms)
+        return _inner(rules, eqn, body, [*consts, *carry, *rows], alive, chain, atoms)
 
     shapes = [
         jax.ShapeDtypeStruct(
@@ -297,10 +306,11 @@ def _run_steps(
     if rules.alive is not None:
         steps = jnp.where(rules.alive, steps, 0)
     if rules.differentiable and bound is not None:
+        first = list(map(lax.stop_gradient, init))
 
         def safe_step(carry: list[Any], k: Any) -> Any:
             alive = k < steps
-            safe = [jnp.where(alive, x, y) for x, y in zip(carry, init, strict=True)]
+            safe = [jnp.where(alive, x, y) for x, y in zip(carry, first, strict=True)]
             new = run_step(k, alive, safe, frozenset())
             kept = [jnp.where(alive, x, y) for x, y in zip(new, carry, strict=False)]
             return kept, new[len(carry) :]
@@ -346,7 +356,7 @@ def run_cond(rules: PaddedRules, eqn: Equation, values: Sequence[Any]) -> list[A
     def branch(k: int) -> Callable:
         def run(*xs: Any) -> list[Array]:
             alive = which == k if rules.alive is None else (which == k) & rules.alive
-            return _inner(rules, branches[k], xs, alive, atoms=atoms)
+            return _inner(rules, eqn, branches[k], xs, alive, atoms=atoms)
 
         return run
 

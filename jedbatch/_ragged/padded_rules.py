@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jedbatch._jaxpr.gates import Gates, has_finite_derivatives
 from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, substituted
 from jedbatch._jaxpr.versions import Equation, scan_parts
@@ -54,6 +55,8 @@ class Padded:
       chain: ids of equations that write nothing if it does not (see `_ragged.padded_loops`).
       masks: where selections are not needed because of others (see `_ragged.softmax`).
       known: the extents that variables hold as numbers.
+      gates: of the equations, if they are differentiated; None elsewhere.
+      flags: bool[] for each result that these know, whether something comes back through it.
     """
 
     def __init__(
@@ -74,6 +77,8 @@ class Padded:
         self.alive: Any = None
         self.chain: frozenset[int] = frozenset()
         self.known: Known = {}
+        self.gates: Gates | None = None
+        self.flags: Sequence[jax.Array] = ()
 
     def within(self, alive: Any, chain: frozenset[int], known: Known) -> "Padded":
         """Returns the same for the equations of a loop or branch."""
@@ -439,14 +444,22 @@ class Padded:
         consts, init, xs = values[: cuts[0]], values[cuts[0] : cuts[1]], values[cuts[1] :]
         length = self.length(params["length"])
         first = [x[length - 1 if params["reverse"] else 0] for x in xs]
+        gates = None
+        if self.gates is not None and not has_finite_derivatives([eqn]):
+            gates = self.gates.inside(eqn, closed, closes=True)
+        begin, first = (list(map(lax.stop_gradient, x)) for x in (init, first))
 
         def step(carry, index_and_rows):
             index, *rows = index_and_rows
             alive = index < length  # steps that are none repeat the first one
             before = carry
-            carry = [jnp.where(alive, x, y) for x, y in zip(carry, init, strict=True)]
+            carry = [jnp.where(alive, x, y) for x, y in zip(carry, begin, strict=True)]
             rows = [jnp.where(alive, x, y) for x, y in zip(rows, first, strict=True)]
-            out = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *consts, *carry, *rows)
+            args = [*consts, *carry, *rows]
+            if gates is None:
+                out = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+            else:
+                out = gates.run_inside(closed, args, [flag & alive for flag in self.flags])
             new, ys = out[: len(carry)], out[len(carry) :]
             carry_out = [jnp.where(alive, a, b) for a, b in zip(new, before, strict=True)]
             return carry_out, ys

@@ -56,6 +56,34 @@ def branches(w, x):
     return y.sum(), norm * y
 
 
+@jedbatch.cell
+def carries(w, x):
+    """A loop that carries a norm beside a value, and weights inside."""
+
+    def step(carry, _):
+        y = jnp.tanh(w * carry[0])
+        return (y, jnp.sqrt(0 * y)), jnp.log(0 * y)
+
+    (y, norm), _ = jax.lax.scan(step, (x, x), None, 3)
+    return y, norm
+
+
+def loops(w, x):
+    y, norm = carries(w, x)
+    return y.sum(), norm * carries(w, y)[0]
+
+
+@jedbatch.cell
+def chooses(w, x):
+    branches = lambda y: (jnp.tanh(y), jnp.sqrt(0 * y)), lambda y: (y * y, jnp.log(0 * y))
+    return jax.lax.cond(x[0] > 0, *branches, w * x)
+
+
+def chosen(w, x):
+    y, norm = chooses(w, x)
+    return y.sum(), norm
+
+
 def by_batch(fn, w, xs, **options):
     return jedbatch.batch(fn, out_axes=None, **options)(w, xs)
 
@@ -96,6 +124,10 @@ CASES = {
     "decisions": (by_batch, decides),
     "lanes": (functools.partial(by_plan, control_flow="lanes"), branches),
     "lock step": (functools.partial(by_plan, control_flow="lockstep"), branches),
+    "carried": (by_plan, loops),
+    "carried in remat": (by_plan, lambda w, x: jax.checkpoint(loops)(w, x)),
+    "chosen": (by_plan, chosen),
+    "chosen by lanes": (functools.partial(by_plan, control_flow="lanes"), chosen),
     "export": (by_export, norms),
     "mesh": (by_mesh, norms),
     "scope": (by_scope, norms),

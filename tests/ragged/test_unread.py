@@ -87,7 +87,66 @@ def roots_of_weights(weight, graph):
     return (graph[0] @ weight * scale).sum(0), (graph[0] @ roots).sum()
 
 
+def branches_of_sums(weight, graph):
+    """A branch with two results, of which one is a norm, of sums over rows."""
+    y = (graph[0] @ weight).sum(0)
+    branches = lambda y: (jnp.tanh(y), jnp.sqrt(0 * y)), lambda y: (y * y, jnp.log(0 * y))
+    return jax.lax.cond(y[0] > 0, *branches, y)
+
+
+def branches_of_edges(weight, graph):
+    """Branches that sums over edges are in."""
+    y = (graph[0] @ weight)[graph[1]]
+    branches = [
+        lambda y: (jnp.tanh(y).sum(0), jnp.sqrt(0 * y).sum(0)),
+        lambda y: (y.sum(0), y.sum(0)),
+        lambda y: (y.sum(0) ** 2, jnp.linalg.norm(0 * y, axis=0)),
+    ]
+    return jax.lax.switch(graph[1][0] % 3, branches, y)
+
+
+def loop_that_carries_two(weight, graph):
+    """A loop over rows that carries two values, of which one is a norm, and weights inside."""
+
+    def step(carry, row):
+        own = jnp.tanh(carry[0] @ weight + row)
+        return (own, jnp.sqrt(0 * own @ weight.T)), jnp.log(0 * own)
+
+    (total, norm), _ = jax.lax.scan(step, (jnp.zeros(2), jnp.zeros(2)), graph[0])
+    return total, norm
+
+
+def loop_of_a_few_steps(weight, graph):
+    """A loop of as many steps for all, with a branch inside."""
+
+    def step(y, _):
+        branches = lambda y: (jnp.tanh(y), jnp.sqrt(0 * y)), lambda y: (1.5 * y, jnp.log(0 * y))
+        return jax.lax.cond(y[0] > 0, *branches, y)
+
+    return jax.lax.scan(step, (graph[0] @ weight).sum(0), None, 3)
+
+
+@jax.custom_vjp
+def straight(x):
+    return jnp.round(x)
+
+
+straight.defvjp(lambda x: (straight(x), None), lambda _, cotangent: (cotangent,))
+
+
+def roots_of_rounded_weights(weight, graph):
+    """What is made of the weight alone, with a rule of the user's in it, and its root."""
+    rounded = straight(jnp.tanh(weight))
+    scale, roots = jnp.exp(rounded[0, 0]), jnp.sqrt(0 * rounded)
+    return (graph[0] @ rounded * scale).sum(0), (graph[0] @ roots).sum()
+
+
 FUNCTIONS = [
+    branches_of_sums,
+    branches_of_edges,
+    loop_that_carries_two,
+    loop_of_a_few_steps,
+    roots_of_rounded_weights,
     norms_of_rows,
     norm_of_edges,
     norm_of_sums,
@@ -96,6 +155,7 @@ FUNCTIONS = [
     loop_with_two_results,
     roots_of_weights,
 ]
+TWICE = [fn for fn in FUNCTIONS if fn is not roots_of_rounded_weights]  # JAX has no rule twice
 LOSSES = {
     "first results": lambda found: sum(jnp.sum(jnp.sin(own[0])) for own in found),
     "one instance": lambda found: jnp.sum(found[2][0] ** 2),
@@ -141,16 +201,68 @@ def pulled(loss):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("fn", mostly_slow(FUNCTIONS, "norm_of_edges"))
+@pytest.mark.parametrize("fn", mostly_slow(FUNCTIONS, "norm_of_edges", "loop_that_carries_two"))
 def test_unread_results_add_nothing_to_gradients(fn, target):
     for name in LOSSES:
         same(*losses(fn, name, target), jax.value_and_grad, WEIGHT)
 
 
 @pytest.mark.parametrize("transform", [pushed, pulled, jax.hessian])
-@pytest.mark.parametrize("fn", mostly_slow(FUNCTIONS, "norm_of_edges"))
+@pytest.mark.parametrize("fn", mostly_slow(TWICE, "norm_of_edges"))
 def test_unread_results_add_nothing_to_second_derivatives(fn, transform):
     same(*losses(fn, "several", "cpu"), transform, WEIGHT)
+
+
+def loop_from_the_second_row(weight, graph):
+    """A loop of no steps for a graph of one node; a step has an infinite slope where it begins."""
+    y = graph[0] @ weight
+    first = 0 * jnp.abs(y[0])
+
+    def step(i, total):
+        return jnp.sqrt(total) + jnp.abs(y[i])
+
+    return (jax.lax.fori_loop(1, y.shape[0], step, first) + y[0],)
+
+
+def scan_from_the_second_row(weight, graph):
+    """The same, as a scan over the other rows."""
+    y = graph[0] @ weight
+
+    def step(total, row):
+        return jnp.sqrt(jnp.abs(total @ weight)) + row, None
+
+    return (jax.lax.scan(step, jnp.zeros(2), y[1:])[0] + y[0],)
+
+
+def table_from_the_second_row(weight, graph):
+    """A loop that fills a table, with a weight inside."""
+    y = graph[0] @ weight
+
+    def step(i, table):
+        return table.at[i].set(jnp.sqrt(0 * table[i - 1] @ weight))
+
+    return (jax.lax.fori_loop(1, y.shape[0], step, y)[0] + y[0],)
+
+
+STEPS = [loop_from_the_second_row, scan_from_the_second_row, table_from_the_second_row]
+
+
+@pytest.mark.parametrize("transform", mostly_slow([jax.grad, pushed, pulled], "grad"))
+@pytest.mark.parametrize("fn", mostly_slow(STEPS, "scan_from_the_second_row"))
+def test_steps_that_are_none_add_nothing(fn, transform):
+    instances = graphs()
+    batched = jedbatch.batch(fn, out_axes=None)
+    plan = batched.plan(WEIGHT, instances)
+
+    def read(found):
+        return jnp.sum(found[1][0] ** 2)  # of the graph of one node
+
+    same(
+        lambda w: read(batched.apply(w, plan)),
+        lambda w: read([fn(w, own) for own in instances]),
+        transform,
+        WEIGHT,
+    )
 
 
 def rows_cubed(weight, graph):

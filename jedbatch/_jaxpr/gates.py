@@ -1,0 +1,401 @@
+"""Gates: what comes back through one result stays apart from what comes through another.
+
+A loss may read one result of an instance and not another one. To the latter come zeros, which times
+a derivative that is infinite are NaN, where the loop over instances computes nothing. These must
+not be added to what comes back through the former. They meet where an equation reads a value that
+both results depend on: there a gate hands the value on as it is, and what comes back as zeros
+unless something comes back through a result that depends on this equation.
+
+    y ──> tanh ──> a        to y comes back what tanh sends, and what sqrt sends if something
+      └─|─> sqrt ──> b      comes back through b
+
+Loops and branches have gates inside, too, where results of theirs differ in what depends on them,
+unless all derivatives in them are finite.
+
+What all instances of a phase share is not gated as a whole: behind a gate each instance would have
+a copy, and a product with a weight would be as many products. There are gates before equations
+whose derivatives may be infinite, and what comes back through others is then zeros anyway.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal, Var
+
+from jedbatch._jaxpr.interpret import (
+    Rule,
+    has_gradient,
+    inner_programs,
+    interpret,
+    names_in,
+    reads,
+    run_equation,
+)
+from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
+from jedbatch._jaxpr.versions import (
+    Atom,
+    Equation,
+    OpenProgram,
+    consts_of,
+    scan_parts,
+    without_consts,
+)
+from jedbatch._jaxpr.zeros import NO_SOURCES, Sources, where_alive
+from jedbatch._support.types import Array
+
+# Operations whose derivatives are finite wherever their operands are.
+_FINITE = names_in(
+    "add add_any and argmax argmin broadcast_in_dim clamp concatenate convert_element_type",
+    "copy cos cumsum dim_as_value dot_general dynamic_slice expand_dims gather reshape slice",
+    "squeeze transpose",
+    "dynamic_update_slice eq floor ge gt iota le logistic lt max min mul ne neg not or pad",
+    "reduce_max reduce_min reduce_sum rev scatter scatter-add select_n sign sin split square",
+    "stop_gradient sub tanh",
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Gates:
+    """Where equations read values that more results depend on than on the equation.
+
+    Attributes:
+      leads: for variables, the results that depend on them, by their positions among some.
+      results: all of these.
+      shared: variables that all instances share, where they are not to be copied for each.
+      entered: the results that depend on any of the equations.
+      closes: whether flags may be unset though something comes back to the results: the equations
+        are of a body whose steps an instance need not take.
+    """
+
+    leads: Mapping[Any, Sources]
+    results: Sources
+    shared: frozenset[Any]
+    entered: Sources
+    closes: bool = False
+
+    @staticmethod
+    def find(
+        equations: Sequence[Equation], results: Sequence[Atom], shared: Iterable[Atom] = ()
+    ) -> "Gates":
+        """Returns the gates of some equations.
+
+        Args:
+          equations: in their order.
+          results: variables that something may come back to.
+          shared: variables that are not to be copied for each instance.
+        """
+        leads: dict[Any, Sources] = {}
+        for k, v in enumerate(results):
+            leads[v] = leads.get(v, NO_SOURCES) | {k}
+        add_leads(equations, leads)
+        every = frozenset(range(len(results)))
+        return Gates(leads, every, with_derived(equations, shared), every)
+
+    def at(
+        self,
+        atom: Atom,
+        x: Array,
+        flags: Sequence[jax.Array],
+        readers: Iterable[Atom] | None,
+        always: bool = False,
+    ) -> Array:
+        """Returns a value as it is read, behind its gate if there is one.
+
+        Args:
+          atom: the variable, or literal, of which it is the value.
+          x: the value.
+          flags: bool[...] for each of the results, whether something comes back through it: of the
+            shape of x, or of its first axes.
+          readers: the results of the equation that reads it; None where the phase itself reads it,
+            before all equations.
+          always: whether there is a gate, too, where all results that depend on the variable do on
+            what reads it.
+        """
+        aval: Any = atom.aval
+        if not isinstance(atom, Var) or not has_gradient(aval.dtype):
+            return x
+        through = self.entered if readers is None else self.through(readers)
+        leads = self.leads.get(atom, through)
+        if not through & leads:
+            return lax.stop_gradient(x) if leads else x
+        if leads == through and not always:
+            return x
+        opens = _any(flags, through & leads)
+        return gated(x, lax.expand_dims(opens, range(jnp.ndim(opens), jnp.ndim(x))))
+
+    def rule(self, run: Rule, flags: Sequence[jax.Array]) -> Rule:
+        """Returns a rule for equations that runs them by another rule, behind their gates."""
+
+        def gated_rule(eqn: Equation, values: list[Array]) -> Sequence[Array]:
+            values = [
+                self._before(v, x, eqn, flags) for v, x in zip(eqn.invars, values, strict=True)
+            ]
+            nest = _NESTS.get(eqn.primitive.name)
+            if nest is None or not self.has_gates_inside(eqn) or _has_rules_of_lengths(eqn):
+                return run(eqn, values)
+            return nest(self, eqn, values, flags)
+
+        return gated_rule
+
+    def _before(self, atom: Any, x: Array, eqn: Equation, flags: Sequence[jax.Array]) -> Array:
+        """Returns a value as an equation reads it."""
+        through = self.through(eqn.outvars)
+        is_finite = eqn.primitive.name in _NESTS or has_finite_derivatives([eqn])
+        if self.is_shared(atom):
+            if is_finite:
+                return x
+            closes = self.closes and not all(map(self.is_uniform, eqn.invars))
+            always = closes or through != self.results
+        else:
+            always = self.closes or (bool(self.shared) and through != self.results)
+        return self.at(atom, x, flags, eqn.outvars, always and not is_finite)
+
+    def through(self, variables: Iterable[Atom]) -> Sources:
+        """Returns the results that depend on one of some variables."""
+        return NO_SOURCES.union(*map(self.through_one, variables))
+
+    def through_one(self, variable: Atom) -> Sources:
+        """Returns the results that depend on a variable; on a literal, none do."""
+        return self.leads.get(variable, NO_SOURCES) if isinstance(variable, Var) else NO_SOURCES
+
+    def is_shared(self, atom: Any) -> bool:
+        """Returns whether all instances share a variable, which is not to be copied for each."""
+        return isinstance(atom, Var) and atom in self.shared
+
+    def is_uniform(self, atom: Any) -> bool:
+        """Returns whether a variable or literal has one value for all instances."""
+        return isinstance(atom, Literal) or atom in self.shared
+
+    def has_gates_inside(self, eqn: Equation) -> bool:
+        """Returns whether there are gates in a program that an equation runs.
+
+        They are where results of the equation differ in what depends on them, or where what all
+        instances share cannot have one before it.
+        """
+        of_results = list(map(self.through_one, eqn.outvars))
+        is_shared = any(map(self.is_shared, eqn.invars))
+        every = NO_SOURCES.union(*of_results)
+        differs = len(set(of_results)) > 1 or (is_shared and every != self.results)
+        return (differs or self.closes) and not has_finite_derivatives([eqn])
+
+    def inside(self, eqn: Equation, program: Any, closes: bool = False) -> "Gates":
+        """Returns the gates in a program that an equation runs.
+
+        If it is a body that `closes`, flags are not set in steps that an instance does not take.
+        """
+        jaxpr = without_consts(program)
+        of_results = list(map(self.through_one, eqn.outvars))
+        leads = _leads_inside(jaxpr, _leads_of_program(eqn, program, of_results))
+        pairs = zip(jaxpr.invars, _constant_operands(eqn, program), strict=False)
+        shared = [v for v, operand in pairs if self.is_shared(operand)]
+        return Gates(
+            leads,
+            self.results,
+            with_derived(jaxpr.eqns, [*jaxpr.constvars, *shared]),
+            NO_SOURCES.union(*of_results),
+            closes or self.closes,
+        )
+
+    def run_inside(
+        self,
+        program: Any,
+        args: Sequence[Array],
+        flags: Sequence[jax.Array],
+        run: Rule | None = None,
+    ) -> list[Array]:
+        """Returns the results of a program that has these gates inside.
+
+        Args:
+          program: with constants or without.
+          args: its arguments, which go through gates first.
+          flags: see `at`.
+          run: a rule for its equations; None to run them as JAX does.
+        """
+        jaxpr, consts = without_consts(program), consts_of(program)
+        pairs = zip(jaxpr.invars, args, strict=True)
+        args = [x if self.is_shared(v) else self.at(v, x, flags, None) for v, x in pairs]
+        rule = self.rule(run or functools.partial(run_equation, jaxpr), flags)
+        return interpret(jaxpr, consts, args, rule)
+
+
+def with_derived(equations: Sequence[Equation], shared: Iterable[Any]) -> frozenset[Any]:
+    """Returns variables that all instances share, and what follows from these alone."""
+    found = set(shared)
+    for eqn in equations:
+        operands = reads(eqn)
+        if operands and found.issuperset(operands):
+            found.update(eqn.outvars)
+    return frozenset(found)
+
+
+def add_leads(equations: Sequence[Equation], leads: dict[Any, Sources]) -> None:
+    """Adds what equations read to `leads`, the results that depend on each variable."""
+    for eqn in reversed(equations):
+        of_results = [leads.get(v, NO_SOURCES) for v in eqn.outvars]
+        of_operands = _leads_of_operands(eqn, of_results)
+        for v, results in zip(eqn.invars, of_operands, strict=True):
+            if isinstance(v, Var):
+                leads[v] = leads.get(v, NO_SOURCES) | results
+
+
+def _leads_inside(jaxpr: OpenProgram, of_results: Sequence[Sources]) -> dict[Any, Sources]:
+    """Returns the leads of the variables of a program, from those of its results."""
+    leads: dict[Any, Sources] = {}
+    for v, results in zip(jaxpr.outvars, of_results, strict=True):
+        if isinstance(v, Var):
+            leads[v] = leads.get(v, NO_SOURCES) | results
+    add_leads(jaxpr.eqns, leads)
+    return leads
+
+
+def _leads_of_arguments(program: Any, of_results: Sequence[Sources]) -> list[Sources]:
+    """Returns the leads of the arguments of a program, from those of its results."""
+    jaxpr = without_consts(program)
+    leads = _leads_inside(jaxpr, of_results)
+    return [leads.get(v, NO_SOURCES) for v in jaxpr.invars]
+
+
+def _leads_of_operands(eqn: Equation, of_results: Sequence[Sources]) -> list[Sources]:
+    """Returns the leads of the operands of an equation, from those of its results."""
+    name, every = eqn.primitive.name, NO_SOURCES.union(*of_results)
+    if len(set(of_results)) > 1:
+        if name == "scan" or name in CALLS:
+            (program,) = _programs(eqn)
+            return _leads_of_arguments(program, _leads_of_program(eqn, program, of_results))
+        if name == "cond":
+            branches = [_leads_of_arguments(x, of_results) for x in eqn.params["branches"]]
+            return [every, *(NO_SOURCES.union(*x) for x in zip(*branches, strict=True))]
+    return [every] * len(eqn.invars)
+
+
+def _leads_of_program(
+    eqn: Equation, program: Any, of_results: Sequence[Sources]
+) -> Sequence[Sources]:
+    """Returns the leads of the results of a program that an equation runs."""
+    name = eqn.primitive.name
+    if name == "while":
+        if program is not eqn.params["body_jaxpr"]:
+            return [NO_SOURCES]
+        first = len(without_consts(program).invars) - len(of_results)
+        return _leads_of_carried(program, first, len(of_results), of_results)
+    if name == "scan":
+        return _leads_of_carried(program, *scan_parts(eqn), of_results)
+    return of_results
+
+
+def _leads_of_carried(
+    program: Any, first: int, count: int, of_results: Sequence[Sources]
+) -> list[Sources]:
+    """Returns the leads of the results of a body; what is carried leads where later steps do."""
+    found = list(of_results)
+    while True:
+        carried = _leads_of_arguments(program, found)[first : first + count]
+        after = [a | b for a, b in zip(found, carried, strict=False)] + found[count:]
+        if after == found:
+            return found
+        found = after
+
+
+def _constant_operands(eqn: Equation, program: Any) -> Sequence[Any]:
+    """Returns operands that are the first arguments of a program, the same in all of its steps."""
+    params, name = eqn.params, eqn.primitive.name
+    if name == "scan":
+        return eqn.invars[: scan_parts(eqn)[0]]
+    if name == "while":
+        before = params["cond_nconsts"]
+        if program is not params["body_jaxpr"]:
+            return eqn.invars[:before]
+        return eqn.invars[before : before + params["body_nconsts"]]
+    return eqn.invars[1:] if name == "cond" else eqn.invars
+
+
+def has_finite_derivatives(equations: Sequence[Equation]) -> bool:
+    """Returns whether derivatives are finite wherever operands are, of equations and in them."""
+    for eqn in equations:
+        programs = inner_programs(eqn)
+        if eqn.primitive.name not in (_NESTS if programs else _FINITE):
+            return False
+        if not all(has_finite_derivatives(x.eqns) for x in programs):
+            return False
+    return True
+
+
+def _programs(eqn: Equation) -> Sequence[Any]:
+    return eqn.params.get("branches") or [eqn.params["jaxpr"]]
+
+
+def _has_rules_of_lengths(eqn: Equation) -> bool:
+    """Returns whether an equation is run by other rules, since there are lengths in it."""
+    shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
+    return any(map(is_ragged, shapes)) or bool(symbols_in(eqn.params))
+
+
+def _run_scan(
+    gates: Gates, eqn: Equation, values: Sequence[Array], flags: Sequence[jax.Array]
+) -> list[Array]:
+    params, (first, count) = eqn.params, scan_parts(eqn)
+    body = params["jaxpr"]
+    inside = gates.inside(eqn, body)
+
+    def step(carry: Sequence[Array], xs: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        results = inside.run_inside(body, [*values[:first], *carry, *xs], flags)
+        return results[:count], results[count:]
+
+    init, xs = list(values[first : first + count]), list(values[first + count :])
+    unroll = params.get("unroll", 1)
+    carry, ys = lax.scan(step, init, xs, params["length"], params["reverse"], unroll)
+    return [*carry, *ys]
+
+
+def _run_cond(
+    gates: Gates, eqn: Equation, values: Sequence[Array], flags: Sequence[jax.Array]
+) -> list[Array]:
+    if eqn.effects or eqn.params.get("branches_platforms"):
+        return list(eqn.primitive.bind(*values, **eqn.params))
+
+    def branch(program: Any) -> Callable[..., list[Array]]:
+        inside = gates.inside(eqn, program)
+        return lambda *args: inside.run_inside(program, args, flags)
+
+    return list(lax.switch(values[0], list(map(branch, eqn.params["branches"])), *values[1:]))
+
+
+def _run_call(
+    gates: Gates, eqn: Equation, values: Sequence[Array], flags: Sequence[jax.Array]
+) -> list[Array]:
+    (program,) = _programs(eqn)
+    run: Callable = functools.partial(gates.inside(eqn, program).run_inside, program, flags=flags)
+    if eqn.primitive.name != "jit":
+        params = eqn.params
+        run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
+    return run(list(values))
+
+
+CALLS = ("jit", "checkpoint", "remat2")
+_NESTS: dict[str, Callable] = {
+    "scan": _run_scan,
+    "cond": _run_cond,
+    **dict.fromkeys(CALLS, _run_call),
+}
+
+
+def _any(flags: Sequence[jax.Array], results: Sources) -> Array:
+    """Returns whether one of some flags is set."""
+    return functools.reduce(jnp.logical_or, [flags[k] for k in sorted(results)])
+
+
+@jax.custom_jvp
+def gated(x: Array, opens: Array) -> Array:
+    """Returns x, to which nothing comes back where `opens`, bool[...], is not set."""
+    return jnp.where(opens, x, x)  # under `vmap` it has the axis that its derivative has
+
+
+@gated.defjvp
+def _gated_tangent(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[Array, Array]:
+    x, opens = primals
+    return gated(x, opens), where_alive(opens, tangents[0])
