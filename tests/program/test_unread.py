@@ -157,7 +157,7 @@ def root(w, x):
     return (jnp.sqrt(w * w * jnp.abs(x[0] - 1)).sum(),)
 
 
-@pytest.mark.parametrize("run", [by_batch, by_plan, by_mesh, by_scope])
+@pytest.mark.parametrize("run", [by_batch, by_plan, by_mesh, by_scope, by_export])
 def test_unread_instances_add_nothing(run):
     def slope(run):
         return jax.grad(lambda w: run(root, w, XS)[-1][0])(WEIGHT)
