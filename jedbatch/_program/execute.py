@@ -35,11 +35,13 @@ from jedbatch._layout.access import GATHER, Reading, extent
 from jedbatch._program.arenas import (
     broadcast_flags,
     empty,
+    number_at,
     put,
     read,
     row,
     slice_rows,
     take,
+    unknown,
     zeros,
 )
 from jedbatch._program.interpreter import bodies_of, sweep
@@ -493,6 +495,8 @@ class Backward:
             names = [(("readers", k, s), forward.arena(kernel.results[s])) for s in results]
             return self.gather(names, tables[1], state[0], lane, width)
 
+        place, (widths,) = self.signature.form.places["blocks", k]
+        trips = [unknown(place + i) for i in range(widths)]
         return Lanes(
             kernel,
             consts,
@@ -501,7 +505,7 @@ class Backward:
             lambda sources, lane, width: self.alive_by(k, tables, state, sources, lane, width),
             kernel.blocks if forward.lanes[k] > target.straight_rows else None,
             forward.lanes[k],
-            row(self.signature.form, tables[1], ("blocks", k)),
+            lambda i, done: done < number_at(tables[1], trips[i]),
             echoed if kernel.reverse.is_leaf else None,
         )
 

@@ -34,6 +34,7 @@ import numpy as np
 SWITCH, TRIP, LAUNCH = 15.0, 12.0, 8.0
 UNROLLED_CHUNKS = (1, 4, 8)  # chunks in a trip of a loop over one opcode
 HEAD_COLUMNS = 2  # columns before the first lanes
+LOOP_COLUMNS = 3  # of a program with loops: opcode, first lane, stop
 
 Opcodes = tuple[int, ...]
 
@@ -72,7 +73,7 @@ class InstructionSet:
     def columns(self) -> int:
         """Columns of the table."""
         if self.control == "loops":
-            return 3
+            return LOOP_COLUMNS
         return HEAD_COLUMNS + max((len(branch.opcodes) for branch in self.branches), default=0)
 
     def steps(self, opcodes: Opcodes) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from jax import lax
 
 from jedbatch._layout.bucketing import NUM_WIDTHS
-from jedbatch._program.arenas import row, slice_rows
-from jedbatch._program.instructions import InstructionSet
+from jedbatch._program.arenas import number_at, row, slice_rows, unknown
+from jedbatch._program.instructions import LOOP_COLUMNS, InstructionSet
 from jedbatch._program.tables import TableLayout
 from jedbatch._support.types import Array, PyTree
 
@@ -27,13 +27,13 @@ class Body:
     """The loop body that runs the chunks of one kernel and width.
 
     Attributes:
-      kind: opcode in the table.
+      kind: opcode in the table; int32[] where loops choose among bodies, see `unknown`.
       width: lanes of a chunk.
       chunk: `chunk(width, state, lane)` runs one.
       backwards: whether the last chunk of a run comes first.
     """
 
-    kind: int
+    kind: int | Array
     width: int
     chunk: Callable
     backwards: bool = False
@@ -135,12 +135,14 @@ def sweep(
     """Runs the instructions of a table."""
 
     def step(i, state):
-        offset, (_, columns) = form.places["instructions",]
-        opcode, lane, stop = slice_rows(table, offset + i * columns, columns)
-        return choose(bodies, (lane, opcode, stop, state))[3]
+        opcode, lane, stop = [number_at(table, place + i * LOOP_COLUMNS) for place in places]
+        return choose(alike, (lane, opcode, stop, state))[3]
 
     if not bodies:  # nothing to do but to return inputs
         return state
     if instructions.control == "switch":
         return run_branches(form, table, bodies, instructions, state)
+    first = form.offset(("instructions",))
+    places = [unknown(first + column) for column in range(LOOP_COLUMNS)]
+    alike = [dataclasses.replace(body, kind=unknown(body.kind)) for body in bodies]
     return lax.fori_loop(0, row(form, table, ("num_instructions",))[0], step, state)

@@ -19,7 +19,7 @@ from jedbatch._kernel.vjp import KernelVjp
 from jedbatch._kernel.weight_gradients import Tap
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import broadcast_flags, slice_rows
-from jedbatch._support.types import Array, PyTree
+from jedbatch._support.types import PyTree
 
 Lane = int | jax.Array  # the first of some lanes
 Values = Sequence[jax.Array | None]  # None for what there is none of, or nobody reads
@@ -68,7 +68,7 @@ class Lanes:
       alive: from some results, a lane and a width to bool[width]: where one has a cotangent.
       blocks: the widths by which lanes are run over; None for all at once.
       capacity: of lanes.
-      trips: how many blocks of each width there are.
+      more: from the number of a width and blocks of it that are done to whether there is one more.
       cotangents: from a tap, a lane and a width to its cotangents, if not from the slots.
     """
 
@@ -79,7 +79,7 @@ class Lanes:
     alive: Callable[[Sources, Lane, int], jax.Array]
     blocks: Buckets | None
     capacity: int
-    trips: jax.Array | None
+    more: Callable[[int, jax.Array], jax.Array]
     cotangents: Callable[[Tap, Lane, int], Sequence[jax.Array]] | None = None
 
     def add_gradients(self, total: Values) -> list[jax.Array | None]:
@@ -95,7 +95,7 @@ class Lanes:
                 total = self.add_block(tap, stand_in, width, lane, total)
             return total
 
-        found = each_block(self.blocks, self.capacity, self.trips, block, list(total))
+        found = each_block(self.blocks, self.capacity, self.more, block, list(total))
         return list(found)
 
     def stand_in(self, tap: Tap) -> StandIn | None:
@@ -181,21 +181,35 @@ class Lanes:
 
 
 def each_block(
-    buckets: Buckets | None, lanes: int, trips: Array, block: Callable, state: PyTree
+    buckets: Buckets | None,
+    lanes: int,
+    more: Callable[[int, jax.Array], jax.Array],
+    block: Callable,
+    state: PyTree,
 ) -> Any:
     """Runs `block(width, lane, state)` for block after block of consecutive lanes, wide ones first.
 
-    `trips` says how many there are of each width; `lanes` is their capacity. Without buckets all
-    lanes are one block.
+    Args:
+      buckets: the widths of blocks; None if all lanes are one block.
+      lanes: capacity of lanes.
+      more: from the number of a width and blocks of it that are done to whether there is one more.
+      block: see above.
+      state: before the first block.
+
+    Returns:
+      The state after the last block.
     """
     if buckets is None:
         return block(lanes, 0, state)
-    carry = (state, jnp.int32(0))
+    first = jnp.int32(0)
     for i, width in reversed([(i, w) for i, w in enumerate(buckets.widths) if w <= lanes]):
-        carry = lax.fori_loop(
-            0,
-            trips[i],
-            lambda _, s, width=width: (block(width, s[1], s[0]), s[1] + width),
-            carry,
-        )
-    return carry[0]
+
+        def is_left(carry: Any, i: int = i) -> jax.Array:
+            return more(i, carry[0])
+
+        def step(carry: Any, width: int = width) -> Any:
+            done, state, first = carry
+            return done + 1, block(width, first, state), first + width
+
+        _, state, first = lax.while_loop(is_left, step, (jnp.int32(0), state, first))
+    return state

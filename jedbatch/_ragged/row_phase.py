@@ -129,6 +129,11 @@ class RowArguments(NamedTuple):
     trips: jax.Array | None
     number: jax.Array
 
+    def more(self, i: int, done: jax.Array) -> jax.Array:
+        """Returns bool[], whether there are more blocks of width number i than are done."""
+        assert self.trips is not None
+        return done < self.trips[i]
+
 
 @dataclass(frozen=True, eq=False)
 class RowFunction:
@@ -250,7 +255,7 @@ class RowFunction:
         made += [
             self.unwritten(arguments.number, kind, "residual", n) for n, kind in enumerate(saved)
         ]
-        state = each_block(self.buckets, self.capacity, arguments.trips, block, made)
+        state = each_block(self.buckets, self.capacity, arguments.more, block, made)
         return state[: len(kernel.results)], state[len(kernel.results) :]
 
 
@@ -377,7 +382,7 @@ class RowReverse:
         gradients: list[jax.Array | None] = [None] * function.kernel.num_consts
         for c in dict.fromkeys(c for tap in taps for c in tap.consts):
             gradients[c] = jnp.zeros(*function.kernel.const_kinds[c])
-        return each_block(function.buckets, capacity, arguments.trips, block, (sums, gradients))
+        return each_block(function.buckets, capacity, arguments.more, block, (sums, gradients))
 
     def _lanes(self, residuals: Sequence[jax.Array], moves: Sequence[jax.Array]) -> Lanes:
         """Returns the lanes of which the gradients of consts are added up."""
@@ -390,7 +395,7 @@ class RowReverse:
             functools.partial(_any_of, moves),
             function.buckets,
             function.capacity,
-            arguments.trips,
+            arguments.more,
         )
 
 

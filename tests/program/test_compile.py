@@ -1,5 +1,7 @@
 """What is compiled, and how often."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -111,3 +113,39 @@ def test_shapes_are_enough_to_plan():
     (minibatch,) = minibatches(seed=7, size=4, count=1)
     plan = score.plan(jax.eval_shape(lambda: params), minibatch)
     np.testing.assert_array_equal(score.apply(params, plan), score(params, minibatch))
+
+
+def num_conditions(num_types):
+    """How many conditions of loops XLA compiles, where instances have so many types of nodes."""
+    cells = [
+        jedbatch.cell(lambda w, x, i=i: jnp.tanh(w[i] * x) + x, name=f"cell{i}")
+        for i in range(num_types)
+    ]
+
+    def fn(w, x):
+        for cell in cells:
+            x = cell(w, x)
+        return x.sum()
+
+    batched = jedbatch.batch(fn, target=jedbatch.Target.named("cpu"))
+    w, xs = jnp.linspace(0.5, 1, num_types), np.ones((3, 4), np.float32)
+    plan = batched.plan(w, xs)
+    assert len(plan.static.signature.kernels) >= num_types
+    step = jax.jit(jax.grad(lambda w, plan: batched.apply(w, plan).sum()))
+    text = step.lower(w, plan).compile().as_text()
+    computations = re.split(r"\n\n", text)
+    found = set()
+    for computation in computations:
+        head, _, body = computation.partition("{\n")
+        if "-> pred[] " in head and "fused" in head and "compare" in body:
+            body = re.sub(r", metadata=\{[^}]*\}", "", body)
+            names = {}
+            name_of = lambda m, names=names: names.setdefault(m[0], f"%{len(names)}")  # noqa: E731
+            found.add(re.sub(r"%[\w.\-]+", name_of, body))
+    assert found
+    return len(found)
+
+
+def test_all_loops_over_chunks_have_the_same_few_conditions():
+    """XLA compiles equal ones once: opcodes are numbers that it does not know."""
+    assert num_conditions(6) == num_conditions(12)
