@@ -52,4 +52,6 @@ Read in this order:
 32. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
 33. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
+34. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+   are compiled once.
 """

@@ -86,6 +86,7 @@ class Kernel:
       lanes: how nodes run that are at different places of it, and what a step costs.
       shared: ids of the shared values that the prologue reads.
       is_bounded: whether there are loops that have one.
+      in_loops: whether what runs it chooses by loops (see `_kernel.target`).
       transient: whether it reads a tracer, which will be gone at the next call.
       reached: whether it reads arrays that the function closes over.
       operands, results: value types of one lane.
@@ -123,6 +124,7 @@ class Kernel:
         """
         self.node_type = node_type
         self._target = target
+        self.in_loops = target.control == "loops"
         self.transient = transient
         self.reached = reached
         self.control_flow = control_flow

@@ -39,6 +39,7 @@ from jedbatch._jaxpr.interpret import (
 )
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.storage import Kind, stored
+from jedbatch._jaxpr.unknown_numbers import Starts, run_with_starts, unknown_starts
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
 from jedbatch._kernel.residuals import (
@@ -531,14 +532,14 @@ class KernelVjp:
 
     def save(self, consts: Sequence[Array], operands: Sequence[Array]) -> tuple[list, list]:
         """(results, saved) of one lane."""
-        program = self._over_lanes[0]
-        out = jax.core.eval_jaxpr(program, self._forward_consts, *consts, *operands)
+        out = jax.core.eval_jaxpr(self._over_lanes[0], self._forward_consts, *consts, *operands)
         return out[: len(self.kernel.results)], out[len(self.kernel.results) :]
 
-    def prepare(self, consts: Sequence[jax.Array]) -> tuple[list, list]:
+    def prepare(self, consts: Sequence[jax.Array]) -> tuple[list, list, Starts]:
         """Computes what `backward` reads and that depends on consts only; once per program."""
         derived = jax.core.eval_jaxpr(self._derived, self._forward_consts, *consts)
-        return derived, [jnp.transpose(consts[i]) for i in self._turned]
+        starts = unknown_starts(self._over_lanes[1]) if self.kernel.in_loops else {}
+        return derived, [jnp.transpose(consts[i]) for i in self._turned], starts
 
     def backward(
         self, consts, prepared, operands, results, saved, cotangents, alive
@@ -548,7 +549,7 @@ class KernelVjp:
         `alive` says of each result whether its cotangent exists, which is zeros if not; what is
         made of no cotangent that exists may be anything.
         """
-        derived, turned = prepared
+        derived, turned, starts = prepared
         found = {
             Source.CONST: consts,
             Source.DERIVED: derived,
@@ -565,7 +566,7 @@ class KernelVjp:
         cotangents_read = [cotangents[s] for s in self.returned]
         flags = [alive[s] for s in self.returned] if self.is_guarded else []
         given = *leaves, *cotangents_read, *turned, *flags
-        out = jax.core.eval_jaxpr(self._over_lanes[1], self._backward_consts, *given)
+        out = run_with_starts(self._over_lanes[1], self._backward_consts, given, starts)
         return out[: len(self._moving)], out[len(self._moving) :]
 
 

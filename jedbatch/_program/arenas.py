@@ -17,15 +17,6 @@ def row(form: TableLayout, table: Array, name: tuple, *index: int, start: Array 
     return slice_rows(table, form.offset(name, *index) + start, size or shape[-1])
 
 
-def unknown(number: int) -> Array:
-    """Returns int32[], a number that XLA does not know inside of loops that begin after it.
-
-    XLA compiles fused operations that differ in nothing but a constant one by one, and those of
-    the same operations on the same types once, which takes less time.
-    """
-    return lax.optimization_barrier(jnp.int32(number))
-
-
 def number_at(table: Array, place: Array) -> Array:
     """Returns int32[], the number in some place of a table, of which XLA need not know which."""
     return slice_rows(table, place, 1)[0]

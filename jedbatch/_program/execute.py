@@ -28,6 +28,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jedbatch._jaxpr.storage import Kind, row_bytes
+from jedbatch._jaxpr.unknown_numbers import unknown
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import differentiable
@@ -41,7 +42,6 @@ from jedbatch._program.arenas import (
     row,
     slice_rows,
     take,
-    unknown,
     zeros,
 )
 from jedbatch._program.interpreter import bodies_of, sweep

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 
 from jax import lax
 
+from jedbatch._jaxpr.unknown_numbers import unknown
 from jedbatch._layout.bucketing import NUM_WIDTHS
-from jedbatch._program.arenas import number_at, row, slice_rows, unknown
+from jedbatch._program.arenas import number_at, row, slice_rows
 from jedbatch._program.instructions import LOOP_COLUMNS, InstructionSet
 from jedbatch._program.tables import TableLayout
 from jedbatch._support.types import Array, PyTree

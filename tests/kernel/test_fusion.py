@@ -274,7 +274,7 @@ def test_weights_are_read_along_rows_forwards_and_backwards(side, x64):
     (product,) = (e for e in kernel.reverse._backward.eqns if e.primitive.name == "dot_general")
     read_as_it_came = side == "left"
     assert product.params["dimension_numbers"][0] == ((0,), (0 if read_as_it_came else 1,))
-    _, turned = kernel.reverse.prepare(kernel.prologue(jax.tree.leaves(p)))
+    _, turned, _ = kernel.reverse.prepare(kernel.prologue(jax.tree.leaves(p)))
     assert [x.shape for x in turned] == ([(3 * H, H)] if read_as_it_came else [])
 
 
