@@ -177,8 +177,9 @@ def batch(
         others run a few at a time, each in the place of one that is done; each branch runs for its
         own nodes; and of loops in loops, and branches with much work in loops, each node is where
         it is by itself, and those at the same place run together. "auto": so where the nodes are
-        many and a step is work enough; on CPUs loops with less work run in lock step and narrow:
-        once few nodes are left, a step runs those and no others.
+        many and a step is work enough; on CPUs loops with less work run in lock step until waiting
+        has cost as much as exchanging nodes, and then sixteen at a time in one kernel, or, where
+        XLA has no kernel for a step, only those that are left, once these are few.
       max_steps: how many steps a `while_loop`, or a `fori_loop` whose length is a value, takes at
         most, and how often an instance waits for values on which Python decides. Where more would
         be taken, a call raises `jedbatch.errors.UnfinishedLoopError`, which names the instances.
