@@ -37,14 +37,10 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def pytest_collection_modifyitems(items):
-    """Begins with the longest test, which would run alone at the end."""
-    items.sort(key=lambda item: item.name != "test_eight_devices")
-
-
 LITTLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # all passes of XLA run, but LLVM's hardly any
 GIVEN = LITTLE in os.environ
 HAS_EMITTERS = jax.__version_info__ < (0, 11)  # of fusions, two kinds
+ARE_OPTIMIZED = pytest.StashKey[bool]()  # the programs that this process holds
 
 
 def is_optimized(item):
@@ -60,13 +56,24 @@ def with_older_emitters(
     return get(*args, env_options_overrides=overrides, **rest)
 
 
+def pytest_collection_modifyitems(items):
+    """Begins with the longest test, which would run alone at the end; those alike come together."""
+    items.sort(key=lambda item: (item.name != "test_eight_devices", is_optimized(item)))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
     """Compiles the programs of a test and of processes it starts with much or little optimization.
 
     What is given in the environment holds for all of them.
     """
-    if GIVEN or is_optimized(item):
+    if GIVEN:
+        return (yield)
+    held = item.session.stash
+    if HAS_EMITTERS and held.get(ARE_OPTIMIZED, None) is not is_optimized(item):
+        jax.clear_caches()  # emitters differ in the last bit of `tanh`, gradients in more
+        held[ARE_OPTIMIZED] = is_optimized(item)
+    if is_optimized(item):
         return (yield)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(LITTLE, "1")
