@@ -25,6 +25,7 @@ from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.narrowing import narrowed, where_lanes
 from jedbatch._jaxpr.single_kernel import (
     in_kernel,
+    reading,
     rows_at,
     runs_in_kernel,
     where_one,
@@ -192,7 +193,7 @@ class PackableLoop:
 
         def kind(x: Array, is_of_lanes: bool) -> jax.ShapeDtypeStruct:
             shape = (PLACES, *jnp.shape(x)[1:]) if is_of_lanes else jnp.shape(x)
-            return jax.ShapeDtypeStruct(shape, x.dtype)
+            return jax.ShapeDtypeStruct(shape, jax.typeof(x).dtype)
 
         consts = list(map(kind, self._consts, self._in_batched))
         kinds = consts, [kind(x, True) for x in start]
@@ -219,6 +220,7 @@ class PackableLoop:
         def in_places(*operands: Array) -> list[Array]:
             consts, (left, num_left, *ends) = operands[:num_consts], operands[num_consts:]
             loop = self._loop(self._with_sums, consts)
+            num_left = reading(num_left, operands)
             outs, count = exchanged(loop, ends, left, num_left, counts)
             return [*outs, *([] if count is None else [count])]
 

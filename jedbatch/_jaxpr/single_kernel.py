@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from jedbatch._jaxpr.interpret import names_in, shape_of
+from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.versions import (
     CALLS,
     Equation,
@@ -58,7 +59,8 @@ _KINDS = "biuf"  # of numbers: truth values, whole ones and floating-point ones
 
 def runs_in_kernel(program: Any) -> bool:
     """Returns whether a program, closed or open, is one that XLA:CPU compiles as one kernel."""
-    return all(map(_runs, without_consts(program).eqns))
+    jaxpr = without_consts(program)
+    return all(map(_is_of_known_kind, jaxpr.invars)) and all(map(_runs, jaxpr.eqns))
 
 
 def _runs(eqn: Equation) -> bool:
@@ -81,12 +83,12 @@ def _runs(eqn: Equation) -> bool:
 
 def _is_known(atom: Any) -> bool:
     """Returns whether a value is small, and its elements of a kind that kernels compute with."""
+    return atom.aval.size <= MOST_ELEMENTS and _is_of_known_kind(atom)
+
+
+def _is_of_known_kind(atom: Any) -> bool:
     dtype = atom.aval.dtype
-    if atom.aval.size > MOST_ELEMENTS:
-        return False
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
-        return True
-    return np.dtype(dtype).kind in _KINDS and np.dtype(dtype) != np.float16
+    return is_key(dtype) or (np.dtype(dtype).kind in _KINDS and np.dtype(dtype) != np.float16)
 
 
 def _programs_of(eqn: Equation) -> list[Any]:
@@ -193,6 +195,24 @@ def in_kernel(
         return jax.jvp(otherwise, primals, tangents)
 
     return lambda *args: list(call(*args))
+
+
+def reading(number: Array, arrays: Sequence[Array]) -> Array:
+    """Returns a number that is not negative, computed in such a way that all arrays are read.
+
+    Where a kernel has an operand of which nothing depends, such as a constant that a loop carries
+    and no result needs, XLA aborts the process. It does not know that the number is not negative.
+
+    Args:
+      number: int32[], 0 or more.
+      arrays: of kinds that kernels compute with.
+    """
+    sums = []
+    for x in arrays:
+        numbers = jax.random.key_data(x) if is_key(x.dtype) else x
+        first = lax.slice(numbers, [0] * numbers.ndim, [min(1, n) for n in numbers.shape])
+        sums.append(first.astype(number.dtype).sum(dtype=number.dtype))
+    return jnp.where(number < 0, sum(sums, number), number)
 
 
 def rows_at(arrays: Sequence[Array], place: Array) -> list[Array]:

@@ -204,6 +204,35 @@ def test_large_values_are_in_no_kernel(change, size):
         assert has_kernel(run.lower(n, x))
 
 
+UNREAD = {
+    "a constant": (jnp.zeros(3), lambda x, kept: kept),
+    "other kinds": ([jnp.zeros(3), True, 0, 0.5, jax.random.key(0)], lambda x, kept: kept),
+    "what no result needs": (jnp.zeros(3), lambda x, kept: kept + x[0]),
+    "nothing": (jnp.zeros((0, 3)), lambda x, kept: kept + x[0]),
+    "complex numbers": (jnp.zeros(3, complex), lambda x, kept: kept),
+    "half precision": (jnp.zeros(3, jnp.bfloat16), lambda x, kept: kept),
+}
+
+
+@pytest.mark.parametrize("what", UNREAD)
+def test_loops_may_carry_what_nothing_reads(what):
+    """XLA aborts the process where a kernel has an operand on which none of its results depends."""
+    first, change = UNREAD[what]
+
+    def fn(n, x):
+        def body(carry):
+            i, x, kept = carry
+            return i + 1, jnp.tanh(x @ W), change(x, kept)
+
+        return lax.while_loop(lambda carry: carry[0] < n, body, (0, x, first))[:2]
+
+    n = jnp.asarray(RNG.geometric(1 / 5, 96), jnp.int32)
+    x = jnp.asarray(RNG.normal(size=(96, 4)), jnp.float32)
+    run = jax.jit(over_lanes(fn, n, x, mode="auto", rule=CHEAP))
+    close(run(n, x), loop(fn, n, x))
+    assert has_kernel(run.lower(n, x)) == (what not in NOT_IN_KERNELS)
+
+
 def test_nan_random_keys_and_lanes_that_do_not_run():
     n = jnp.asarray(COUNTS["geometric"], jnp.int32)
     x = jnp.asarray(RNG.normal(size=(300, 4)), jnp.float32).at[7].set(np.nan)
