@@ -60,7 +60,9 @@ _KINDS = "biuf"  # of numbers: truth values, whole ones and floating-point ones
 def runs_in_kernel(program: Any) -> bool:
     """Returns whether a program, closed or open, is one that XLA:CPU compiles as one kernel."""
     jaxpr = without_consts(program)
-    return all(map(_is_of_known_kind, jaxpr.invars)) and all(map(_runs, jaxpr.eqns))
+    # XLA makes constants of arrays without elements, and no result depends on these operands then.
+    operands = all(v.aval.size and _is_of_known_kind(v) for v in jaxpr.invars)
+    return operands and all(map(_runs, jaxpr.eqns))
 
 
 def _runs(eqn: Equation) -> bool:

@@ -143,6 +143,7 @@ NOT_IN_KERNELS = {
     "solving",
     "complex numbers",
     "half precision",
+    "no elements",
 }
 
 
@@ -208,7 +209,7 @@ UNREAD = {
     "a constant": (jnp.zeros(3), lambda x, kept: kept),
     "other kinds": ([jnp.zeros(3), True, 0, 0.5, jax.random.key(0)], lambda x, kept: kept),
     "what no result needs": (jnp.zeros(3), lambda x, kept: kept + x[0]),
-    "nothing": (jnp.zeros((0, 3)), lambda x, kept: kept + x[0]),
+    "no elements": (jnp.zeros((0, 3)), lambda x, kept: kept + x[0]),
     "complex numbers": (jnp.zeros(3, complex), lambda x, kept: kept),
     "half precision": (jnp.zeros(3, jnp.bfloat16), lambda x, kept: kept),
 }
