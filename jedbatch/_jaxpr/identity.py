@@ -157,7 +157,7 @@ def tree_key(structure: PyTreeDef) -> Hashable:
     """
     try:
         plain = _is_plain(structure)
-    except TypeError:  # what it carries cannot be hashed
+    except (TypeError, ValueError):  # what it carries cannot be hashed, or compared as arrays
         plain = False
     return structure if plain else ("tree", *_parts_of(structure, _carried))
 

@@ -202,6 +202,16 @@ def test_containers_that_change_are_looked_at_again():
         names.append("b")
 
 
+def test_containers_may_carry_arrays():
+    """JAX compares what containers carry, and raises `ValueError` where these are arrays."""
+    factors = np.ones(4, np.float32)
+    batched = jedbatch.batch(lambda params, named: named.names * named.x)
+    for _ in range(4):
+        for named in (Named(X, factors), Named(X, factors.copy())):
+            assert_close(batched(PARAMS, named), factors * X, 1e-6)
+        factors += 1
+
+
 def test_a_list_of_results():
     batched = jedbatch.batch(with_cells, out_axes=None)
     assert_close(batched(PARAMS, X), [with_cells(PARAMS, x) for x in X], 1e-5)
