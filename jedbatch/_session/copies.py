@@ -307,7 +307,9 @@ class LoweredCopies:
         count = np.diff(graph.output_ptr)[copies.which]
         output = graph.outputs[ranges(graph.output_ptr[:-1][copies.which], count)]
         instance = np.arange(len(count)).repeat(count)
-        rows = self.row[np.maximum(output, 0)] + copies.number[instance]
+        rows = copies.number[instance]
+        computed = np.flatnonzero(output >= 0)  # there may be nothing that is
+        rows[computed] += self.row[output[computed]]
         inputs = np.flatnonzero(output < 0)
         if len(inputs):
             which = -1 - output[inputs]

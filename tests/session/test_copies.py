@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 from cases.compiled_core import assert_equal, both, columns, compiled
+from jax import lax
 
 import jedbatch
 from jedbatch._graph.graph import Graph
@@ -263,3 +264,17 @@ def test_lists_that_repeat_elements_are_told_from_shorter_ones(copies):
         found = batched(table, instances)
         expected = [total(table, x) for x in instances]
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_instances_may_compute_nothing(monkeypatch, native):
+    """Loops over numbers run while they are recorded: all results are constants."""
+    monkeypatch.setenv("JEDBATCH_NATIVE", native)
+
+    def power(n):
+        return lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, 2 * c[1]), (0, 1.0))[1]
+
+    batched = jedbatch.batch(power, in_axes=0, control_flow="lockstep")
+    for start in (0, 0, 0, 2, 5):
+        n = np.arange(start, start + 16, dtype=np.int32)
+        np.testing.assert_array_equal(batched(n), 2.0**n)
