@@ -44,6 +44,7 @@ from jedbatch._jaxpr.narrowing import (
 from jedbatch._jaxpr.packed_loops import PackableLoop, packs
 from jedbatch._jaxpr.program_counters import STEP_WORK, LaneRule, pays, run_lanes
 from jedbatch._jaxpr.single_instances import ends_alone, goes_on_alone
+from jedbatch._jaxpr.single_kernel import is_tried
 from jedbatch._jaxpr.trip_counts import with_equal_trips
 from jedbatch._jaxpr.versions import (
     Equation,
@@ -262,7 +263,7 @@ def _rule_of_while(
         widths = narrower_widths(size, body_work, lanes.step_work) if is_narrow else []
         consts, in_consts = args[:num_consts], in_batched[:num_consts]
         start = carries_of_lanes(args[num_consts:], in_batched[num_consts:], size)
-        if is_narrow and packs(size, body_work, lanes.step_work):
+        if is_narrow and is_tried() and packs(size, body_work, lanes.step_work):
             packable = PackableLoop(alone, num_cond, consts, in_consts)
             if packable.runs_in_kernel(start):
                 return packable.run(start, widths, body_work, lanes.step_work), [True] * len(start)

@@ -13,7 +13,9 @@ looked through before (`runs_in_kernel`), and small products of matrices are wri
 (`with_sums`). What transformations would make of a program afterwards, nobody has looked through:
 under `vmap` and `jvp` the kernel gives way to another function of the same values (`in_kernel`).
 
-Where the attribute is not known, as on other devices, the call is one like any other.
+Where the attribute is not known, as on other devices, the call is one like any other. It is not
+documented, and what XLA cannot compile may abort the process: with versions of jaxlib newer than
+`NEWEST`, which nobody has tried, there are no such kernels.
 """
 
 import math
@@ -37,6 +39,7 @@ from jedbatch._jaxpr.versions import (
 )
 from jedbatch._support.types import Array
 
+NEWEST = (0, 12)  # version of jaxlib, which holds XLA, with which kernels were tried
 MOST_ELEMENTS = 512  # of a value in a kernel; XLA reduces 2048 there, and 8192 not
 MOST_PRODUCTS = 32  # of a product of matrices of a lane, to be written as a sum
 
@@ -55,6 +58,11 @@ _OPERATIONS = names_in(
 )
 _CONTROL = frozenset({"while", "scan", "cond", *CALLS})
 _KINDS = "biuf"  # of numbers: truth values, whole ones and floating-point ones
+
+
+def is_tried() -> bool:
+    """Returns whether kernels were tried with the jaxlib that is installed."""
+    return tuple(map(int, jax.lib.__version__.split(".")[:2])) <= NEWEST
 
 
 def runs_in_kernel(program: Any) -> bool:

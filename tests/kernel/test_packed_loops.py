@@ -112,6 +112,15 @@ def test_which_loops_are_packed():
     assert PLACES not in widths(steps, rule=without)
 
 
+def test_versions_of_xla_that_nobody_has_tried_have_no_kernels(monkeypatch):
+    n, x = jnp.asarray(COUNTS["geometric"], jnp.int32), jnp.ones((300, 4), jnp.float32)
+    versions = {"0.10.2": True, "0.12.9": True, "0.13.0": False, "1.0": False}
+    for version, is_tried in versions.items():
+        monkeypatch.setattr(jax.lib, "__version__", version)
+        run = jax.jit(over_lanes(steps, n, x, mode="auto", rule=CHEAP))
+        assert has_kernel(run.lower(n, x)) == is_tried
+
+
 def at_one_place(x):
     return x.at[1].set(x.sum())
 
