@@ -186,6 +186,8 @@ def in_kernel(
 
     @jax.custom_batching.custom_vmap
     def called(*args: Array) -> Sequence[Array]:
+        # XLA would put constants into the kernel, which then no longer reads them: see `reading`.
+        args = lax.optimization_barrier(args)
         with set_xla_metadata(xla_cpu_small_call="true", inlineable="false"):
             return jax.jit(apart)(*args)
 
