@@ -1,5 +1,7 @@
 """Loops in one kernel, against one lane after the other and a simulation of counts."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -241,6 +243,24 @@ def test_loops_may_carry_what_nothing_reads(what):
     run = jax.jit(over_lanes(fn, n, x, mode="auto", rule=CHEAP))
     close(run(n, x), loop(fn, n, x))
     assert has_kernel(run.lower(n, x)) == (what not in NOT_IN_KERNELS)
+
+
+def test_constants_are_operands_of_kernels():
+    """XLA put some of them into the kernel, and aborted, as it then no longer reads them."""
+    n = jnp.asarray(RNG.geometric(1 / 5, 300), jnp.int32)
+    with jax.enable_x64(True):
+        x, m = jnp.ones((300, 4)), jnp.asarray(RNG.integers(0, 9, (300, 7)), jnp.uint64)
+
+        def fn(n, x, m):
+            def body(carry):
+                return carry[0] + 1, jnp.tanh(lax.cumsum(m)[:4].astype(x.dtype)) + carry[1] / 2
+
+            return lax.while_loop(lambda carry: carry[0] < n, body, (jnp.int32(0), x))
+
+        run = over_lanes(fn, n, x, m, mode="auto", rule=LaneRule(step_work=1e3))
+        run = jax.jit(functools.partial(run, n, x, m))
+        assert has_kernel(run.lower())
+        close(run(), loop(fn, n, x, m))
 
 
 def test_nan_random_keys_and_lanes_that_do_not_run():
