@@ -14,7 +14,8 @@ unless all derivatives in them are finite.
 
 What all instances of a phase share is not gated as a whole: behind a gate each instance would have
 a copy, and a product with a weight would be as many products. There are gates before equations
-whose derivatives may be infinite, and what comes back through others is then zeros anyway.
+whose derivatives may be infinite, and what comes back through others is then zeros anyway: of a
+product with a weight, too, as what the weight is multiplied by are zeros where nothing comes back.
 """
 
 import functools
@@ -32,6 +33,7 @@ from jedbatch._jaxpr.interpret import (
     has_gradient,
     inner_programs,
     interpret,
+    is_inexact,
     names_in,
     reads,
     run_equation,
@@ -57,6 +59,7 @@ _FINITE = names_in(
     "reduce_max reduce_min reduce_sum rev scatter scatter-add select_n sign sin split square",
     "stop_gradient sub tanh",
 )
+_PRODUCTS = frozenset({"dot_general", "mul"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,9 +135,8 @@ class Gates:
         """Returns a rule for equations that runs them by another rule, behind their gates."""
 
         def gated_rule(eqn: Equation, values: list[Array]) -> Sequence[Array]:
-            values = [
-                self._before(v, x, eqn, flags) for v, x in zip(eqn.invars, values, strict=True)
-            ]
+            before = self._factor if self._multiplies_shared(eqn) else self._before
+            values = [before(v, x, eqn, flags) for v, x in zip(eqn.invars, values, strict=True)]
             nest = _NESTS.get(eqn.primitive.name)
             if nest is None or not self.has_gates_inside(eqn) or _has_rules_of_lengths(eqn):
                 return run(eqn, values)
@@ -154,6 +156,27 @@ class Gates:
         else:
             always = self.closes or (bool(self.shared) and through != self.results)
         return self.at(atom, x, flags, eqn.outvars, always and not is_finite)
+
+    def _multiplies_shared(self, eqn: Equation) -> bool:
+        """Returns whether an equation multiplies by a shared variable what nobody may read."""
+        if eqn.primitive.name not in _PRODUCTS or not is_inexact(eqn.outvars[0]):
+            return False
+        is_mixed = any(map(self.is_shared, eqn.invars)) and not all(
+            map(self.is_uniform, eqn.invars)
+        )
+        return is_mixed and (self.closes or self.through(eqn.outvars) != self.results)
+
+    def _factor(self, atom: Any, x: Array, eqn: Equation, flags: Sequence[jax.Array]) -> Array:
+        """Returns a value as a product with a shared variable reads it.
+
+        What is not shared may be infinite, and is zeros if nothing comes back through the product:
+        nobody reads that then.
+        """
+        x = self._before(atom, x, eqn, flags)
+        if self.is_uniform(atom):
+            return x
+        opens = _any(flags, self.through(eqn.outvars) or self.results)
+        return where_alive(lax.expand_dims(opens, range(jnp.ndim(opens), jnp.ndim(x))), x)
 
     def through(self, variables: Iterable[Atom]) -> Sources:
         """Returns the results that depend on one of some variables."""

@@ -74,6 +74,25 @@ def loops(w, x):
 
 
 @jedbatch.cell
+def multiplies(w, x):
+    """A loop and a branch that multiply infinite values by weights."""
+
+    def step(carry, _):
+        y = jnp.tanh(w * carry[0])
+        return (y, w @ jnp.log(0 * y) * w), None
+
+    (y, infinite), _ = jax.lax.scan(step, (x, x), None, 2)
+    branches = lambda y: (jnp.tanh(y), w * jnp.log(0 * y)), lambda y: (y * y, y)
+    z, other = jax.lax.cond(x[0] > 0, *branches, y)
+    return y + z, infinite + other
+
+
+def multiplied(w, x):
+    y, infinite = multiplies(w, x)
+    return y.sum(), infinite
+
+
+@jedbatch.cell
 def chooses(w, x):
     branches = lambda y: (jnp.tanh(y), jnp.sqrt(0 * y)), lambda y: (y * y, jnp.log(0 * y))
     return jax.lax.cond(x[0] > 0, *branches, w * x)
@@ -126,6 +145,7 @@ CASES = {
     "lock step": (functools.partial(by_plan, control_flow="lockstep"), branches),
     "carried": (by_plan, loops),
     "carried in remat": (by_plan, lambda w, x: jax.checkpoint(loops)(w, x)),
+    "multiplied": (by_plan, multiplied),
     "chosen": (by_plan, chosen),
     "chosen by lanes": (functools.partial(by_plan, control_flow="lanes"), chosen),
     "export": (by_export, norms),

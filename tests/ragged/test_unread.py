@@ -116,6 +116,16 @@ def loop_that_carries_two(weight, graph):
     return total, norm
 
 
+def loop_that_multiplies_infinities(weight, graph):
+    """A loop over rows that multiplies infinite values by the weight."""
+
+    def step(carry, row):
+        own = jnp.tanh(carry[0] + row)
+        return (own, jnp.log(0 * own) @ weight), None
+
+    return jax.lax.scan(step, (graph[0][0] @ weight, jnp.zeros(2)), graph[0])[0]
+
+
 def loop_of_a_few_steps(weight, graph):
     """A loop of as many steps for all, with a branch inside."""
 
@@ -145,6 +155,7 @@ FUNCTIONS = [
     branches_of_sums,
     branches_of_edges,
     loop_that_carries_two,
+    loop_that_multiplies_infinities,
     loop_of_a_few_steps,
     roots_of_rounded_weights,
     norms_of_rows,
