@@ -23,7 +23,8 @@ So is elementwise work: an LSTM with one logistic of three gates that lie next t
 
 Vectors are concatenated to save a product, which moves one row per instance. Matrices, as in an
 MV-RNN, are not: it took 1.6 of the time of two products (8 instances, 64 × 64). Two products of
-the same matrix are one, though.
+the same matrix are one, though; unless different results depend on them and a derivative on the
+way may be infinite, as zeros that come back through one would meet it (see `_jaxpr.zeros`).
 
 A product `W x` alone is written anew too, as `x` times the transpose of W: two to thirty rows times
 a matrix take XLA:CPU up to twice as long if it sums over the last axis of the matrix.
@@ -42,8 +43,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Var
 
+from jedbatch._jaxpr.gates import add_leads, has_finite_derivatives
 from jedbatch._jaxpr.interpret import Bindings, reads, run_equation, run_equations
 from jedbatch._jaxpr.versions import Atom, ClosedProgram, Equation, OpenProgram, is_program
+from jedbatch._jaxpr.zeros import NO_SOURCES, Sources
 from jedbatch._kernel.covering import Group, ProductTable, Rectangle, cover
 from jedbatch._kernel.products import CellProgram, Product, join, split_sizes, sum_of, taken_apart
 from jedbatch._support.types import Array
@@ -211,11 +214,12 @@ def make_table(
         for v in eqn.outvars:
             needs[v] = columns_read | sum(1 << c for c in (sums[v].columns if v in sums else ()))
     heights = {r: products[0].height for (r, _), products in entries.items()}
+    leads = _leads_of_columns(jaxpr, rows, columns)
 
     def content(place: tuple[int, int]) -> Array:
         """The factors; matrices are not stacked, so nothing equals theirs."""
         factors = [(same[p.weight], p.weight_axis) for p in entries[place]]
-        return place if entries[place][0].kind.free else tuple(factors)
+        return place if entries[place][0].kind.free else (leads[place[1]], *factors)
 
     table = ProductTable(
         {place: content(place) for place in entries},
@@ -225,6 +229,26 @@ def make_table(
         [column.products[0].width for column in columns],
     )
     return Grid(list(rows), columns, entries), table
+
+
+def _leads_of_columns(
+    jaxpr: OpenProgram, rows: Iterable[Any], columns: Sequence[Column]
+) -> list[Sources]:
+    """Returns the results that depend on each column; none if rows have finite derivatives."""
+    steep: set[Any] = set()
+    for eqn in jaxpr.eqns:
+        if not (steep.isdisjoint(reads(eqn)) and has_finite_derivatives([eqn])):
+            steep.update(eqn.outvars)
+    leads: dict[Any, Sources] = {}
+    if not steep.isdisjoint(rows):
+        for k, v in enumerate(jaxpr.outvars):
+            if isinstance(v, Var):
+                leads[v] = leads.get(v, NO_SOURCES) | {k}
+        add_leads(jaxpr.eqns, leads)
+    return [
+        NO_SOURCES.union(*(leads.get(p.result, NO_SOURCES) for p in column.products))
+        for column in columns
+    ]
 
 
 # --- the program that computes it ---

@@ -366,6 +366,23 @@ def test_no_zeros_are_multiplied(x64):
     assert np.isfinite(out[1]).all()
 
 
+@pytest.mark.parametrize("steep", [True, False])
+def test_products_that_different_results_depend_on(steep, x64):
+    """Two of one matrix stay two where zeros that come back would meet an infinite derivative."""
+
+    def cell(p, x):
+        y = jnp.tanh(x)
+        return jnp.tanh(y @ p["W"]), (jnp.sqrt(0 * y) if steep else jnp.sin(y)) @ p["W"]
+
+    p, x = params("W"), array(9)
+    closed, num_shared, _ = program(cell, p, x)
+    assert count_products(fused(closed, num_shared), num_shared) == (2 if steep else 1)
+    batched = jedbatch.batch(jedbatch.cell(cell), out_axes=None)
+    plan = batched.plan(p, [x, x])
+    gradient = jax.grad(lambda p: number(batched.apply(p, plan)[0][0]))(p)
+    assert_close(gradient, jax.grad(lambda p: number(cell(p, x)[0]))(p), 1e-12)
+
+
 def test_a_column_of_products_with_one_weight(x64):
     """Its rows could be stacked; the constant is added once."""
     run = lambda p, x, y: (x @ p["W"] + y @ p["W"] + p["b"], x @ p["U"])  # noqa: E731
