@@ -172,6 +172,37 @@ def test_unread_results_add_nothing(name):
         assert_close(slope(lambda w: run(fn, w, XS), read), expected, 1e-5)
 
 
+@jedbatch.cell
+def switches(w, x):
+    """A branch of three, of which two multiply by weights."""
+    branches = [
+        lambda y: (jnp.tanh(y), jnp.sqrt(0 * y)),
+        lambda y: (y * y, jnp.log(0 * y)),
+        lambda y: (jnp.sin(y) * w, w * jnp.log(0 * y)),
+    ]
+    return jax.lax.switch(jnp.int32(x[0] > 0) + jnp.int32(x[1] > 0), branches, w * x)
+
+
+@pytest.mark.parametrize("control_flow", ["lanes", "auto"])
+def test_unread_results_of_many_lanes_add_nothing(control_flow):
+    """Of so many that each branch runs for its own."""
+
+    def fn(w, x):
+        return switches(w, switches(w, x)[0])
+
+    xs = list(np.random.default_rng(0).normal(size=(120, 3)).astype(np.float32))
+    batched = jedbatch.batch(fn, out_axes=None, control_flow=control_flow)
+    plan = batched.plan(WEIGHT, xs)
+    own = jax.jit(jax.grad(lambda w, x: fn(w, x)[0].sum()))
+    for which in (range(len(xs)), [70]):
+        found = jax.grad(
+            lambda w, which=which: sum(batched.apply(w, plan)[i][0].sum() for i in which)
+        )
+        expected = sum(own(WEIGHT, xs[i]) for i in which)
+        assert np.isfinite(expected).all()
+        assert_close(found(WEIGHT), expected, 1e-4)
+
+
 def root(w, x):
     """A root whose derivative is infinite for the first instance alone."""
     return (jnp.sqrt(w * w * jnp.abs(x[0] - 1)).sum(),)
