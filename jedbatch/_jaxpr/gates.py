@@ -14,8 +14,8 @@ unless all derivatives in them are finite.
 
 What all instances of a phase share is not gated as a whole: behind a gate each instance would have
 a copy, and a product with a weight would be as many products. There are gates before equations
-whose derivatives may be infinite, and what comes back through others is then zeros anyway: of a
-product with a weight, too, as what the weight is multiplied by are zeros where nothing comes back.
+whose derivatives may be infinite, and what comes back through others is then zeros anyway: through
+products, too, as their factors are zeros where nothing comes back.
 """
 
 import functools
@@ -59,7 +59,8 @@ _FINITE = names_in(
     "reduce_max reduce_min reduce_sum rev scatter scatter-add select_n sign sin split square",
     "stop_gradient sub tanh",
 )
-_PRODUCTS = frozenset({"dot_general", "mul"})
+# Of these, those whose derivatives are not where an operand is infinite, or no number.
+_FINITE_AT_NUMBERS = names_in("cos dot_general mul sin square")
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,7 +136,7 @@ class Gates:
         """Returns a rule for equations that runs them by another rule, behind their gates."""
 
         def gated_rule(eqn: Equation, values: list[Array]) -> Sequence[Array]:
-            before = self._factor if self._multiplies_shared(eqn) else self._before
+            before = self._as_number if self._meets_infinity(eqn) else self._before
             values = [before(v, x, eqn, flags) for v, x in zip(eqn.invars, values, strict=True)]
             nest = _NESTS.get(eqn.primitive.name)
             if nest is None or not self.has_gates_inside(eqn) or _has_rules_of_lengths(eqn):
@@ -157,20 +158,18 @@ class Gates:
             always = self.closes or (bool(self.shared) and through != self.results)
         return self.at(atom, x, flags, eqn.outvars, always and not is_finite)
 
-    def _multiplies_shared(self, eqn: Equation) -> bool:
-        """Returns whether an equation multiplies by a shared variable what nobody may read."""
-        if eqn.primitive.name not in _PRODUCTS or not is_inexact(eqn.outvars[0]):
+    def _meets_infinity(self, eqn: Equation) -> bool:
+        """Returns whether an equation that nobody may read sends what is no number to weights."""
+        if eqn.primitive.name not in _FINITE_AT_NUMBERS or not is_inexact(eqn.outvars[0]):
             return False
-        is_mixed = any(map(self.is_shared, eqn.invars)) and not all(
-            map(self.is_uniform, eqn.invars)
-        )
-        return is_mixed and (self.closes or self.through(eqn.outvars) != self.results)
+        if not self.shared or all(map(self.is_uniform, eqn.invars)):
+            return False
+        return self.closes or self.through(eqn.outvars) != self.results
 
-    def _factor(self, atom: Any, x: Array, eqn: Equation, flags: Sequence[jax.Array]) -> Array:
-        """Returns a value as a product with a shared variable reads it.
+    def _as_number(self, atom: Any, x: Array, eqn: Equation, flags: Sequence[jax.Array]) -> Array:
+        """Returns a value as an equation reads it that multiplies what comes back by it.
 
-        What is not shared may be infinite, and is zeros if nothing comes back through the product:
-        nobody reads that then.
+        It may be infinite; it is zeros if nothing comes back, as nobody reads the result then.
         """
         x = self._before(atom, x, eqn, flags)
         if self.is_uniform(atom):

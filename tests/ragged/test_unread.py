@@ -117,11 +117,13 @@ def loop_that_carries_two(weight, graph):
 
 
 def loop_that_multiplies_infinities(weight, graph):
-    """A loop over rows that multiplies infinite values by the weight."""
+    """A loop over rows that multiplies infinite values by the weight, and by a row of it."""
 
     def step(carry, row):
         own = jnp.tanh(carry[0] + row)
-        return (own, jnp.log(0 * own) @ weight), None
+        column = jnp.argmax(row)
+        infinite = jnp.log(0 * own) @ weight
+        return (own, weight[column] * infinite + jnp.sin((weight[0] + row) * infinite)), None
 
     return jax.lax.scan(step, (graph[0][0] @ weight, jnp.zeros(2)), graph[0])[0]
 
