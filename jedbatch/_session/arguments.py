@@ -369,7 +369,7 @@ def instances_of(x: Any, who: str) -> list[Any]:
     is_record = isinstance(x, dict) or (isinstance(x, tuple) and hasattr(x, "_fields"))
     is_sequence = hasattr(x, "__len__") and hasattr(x, "__getitem__") and getattr(x, "ndim", 1) > 0
     if is_sequence and not is_record and not isinstance(x, str | bytes):
-        return _rows(x) if isinstance(x, Tracer) else list(x)
+        return _rows(x) if isinstance(x, jax.Array) else list(x)
     one_level = jax.tree_util.default_registry.flatten_one_level(x)
     if one_level is None or not any(True for _ in one_level[0]):
         raise TypeError(
@@ -402,8 +402,11 @@ def _rows(array: Array) -> list[Array]:
     """Returns the rows of an array as arrays, those of a vector too."""
     if isinstance(array, np.ndarray):
         return [array[i, ...] for i in range(len(array))]
-    # One by one, a program would be compiled for each row of an array that is differentiated.
-    return _unstacked(array) if isinstance(array, Tracer) else list(array)
+    if isinstance(array, Tracer):
+        # One by one, a program would be compiled for each row of an array that is differentiated.
+        return _unstacked(array)
+    with jax.ensure_compile_time_eval():  # JAX takes no 100 rows apart while it traces
+        return list(array)
 
 
 @jax.jit

@@ -355,3 +355,11 @@ def test_rows_of_differentiated_arrays_are_not_compiled_one_by_one():
     rows = [jax.tree.map(lambda x, i=i: x[i], weights) for i in range(count)]
     each = [jax.grad(repeated)(row, depth) for row, depth in zip(rows, depths, strict=True)]
     assert_close(gradient, jax.tree.map(lambda *x: jnp.stack(x), *each), 1e-5)
+
+
+def test_rows_that_a_trace_closes_over():
+    """JAX takes no array of 100 rows apart while it traces."""
+    many = jnp.linspace(0, 1, 120)
+    by_number = jedbatch.batch(lambda p, n, x: p * x * n, in_axes=(None, 0, 0))
+    slope = jax.jit(jax.grad(lambda p: by_number(p, np.arange(120), many).sum()))
+    np.testing.assert_allclose(slope(2.0), (np.arange(120) * np.asarray(many)).sum(), rtol=1e-5)
