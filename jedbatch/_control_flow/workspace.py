@@ -11,9 +11,8 @@ prefix of what a plan of the whole graph would run, row for row. Each round writ
 own lanes alone and hands the arenas on; nothing is computed twice, nothing moves. And when all is
 done, the rounds *are* a plan of the whole: the reverse sweep runs over all of them at once.
 
-A round that is recorded like one before, as those of a loop are, is not planned again (see
-`_program.round_template`). Its table is shifted to lanes behind the others, and what was recorded
-is taken up later, when something unlike anything before needs it.
+A round recorded like one before, as those of a loop are, is not planned again: its table is shifted
+(`_program.round_template`), and what was recorded is taken up when something new needs it.
 """
 
 import collections

@@ -2,9 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close
 from jax import lax
 
+import jedbatch
 from jedbatch._jaxpr.divergent import without_lock_step
+from jedbatch.errors import UnfinishedLoopError
 
 
 def over_lanes(fn, *args, mode="lanes", axes=0, rule=None):
@@ -41,3 +46,40 @@ def walk(key, n):
         return key, i + 1, x + jax.random.normal(now)
 
     return lax.while_loop(lambda c: c[1] < n, body, (key, 0, jnp.float32(0)))[2]
+
+
+def check_counts_and_bounds(fn, kind):
+    """Other counts of steps compile nothing, and a bound names the instance that takes more.
+
+    Args:
+      fn: of (int32[] steps, f32[]).
+      kind: "rows" of arrays, or "cells".
+    """
+    cell = jedbatch.cell(fn)
+    options = {"control_flow": "auto", "max_steps": 150}
+    if kind == "rows":
+        batched = jedbatch.batch(fn, in_axes=(0, 0), **options)
+    else:
+        batched = jedbatch.batch(lambda x: cell(*x), in_axes=0, **options)
+
+    def given(seed):
+        rng = np.random.default_rng(seed)
+        n = np.minimum(rng.geometric(1 / 12, 512), 140).astype(np.int32)
+        return n, np.geomspace(1, 20, 512).astype(np.float32)
+
+    def call(n, x):
+        if kind == "rows":
+            return batched(jnp.asarray(n), jnp.asarray(x))
+        return batched(list(zip(n, x, strict=True)))
+
+    def check(seed):
+        assert_close(call(*given(seed)), loop(fn, *map(jnp.asarray, given(seed))), 1e-5)
+
+    check(0)
+    compiled = batched.compilations
+    check(1)
+    assert batched.compilations == compiled
+    n, x = given(2)
+    n[77] = 151
+    with pytest.raises(UnfinishedLoopError, match="77"):
+        call(n, x)

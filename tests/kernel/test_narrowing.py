@@ -4,14 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.divergent import loop, over_lanes, walk
+from cases.divergent import check_counts_and_bounds, loop, over_lanes, walk
 from jax import lax
 
-import jedbatch
 from jedbatch._jaxpr.lane_steps import counting
 from jedbatch._jaxpr.narrowing import narrowed, narrower_widths
 from jedbatch._jaxpr.program_counters import LaneRule
-from jedbatch.errors import UnfinishedLoopError
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(4, 4)) / 2, jnp.float32)
@@ -187,31 +185,7 @@ def rk4(n, stiffness):
 
 @pytest.mark.parametrize("kind", ["rows", "cells"])
 def test_other_counts_compile_nothing_and_bounds_name_the_instance(kind):
-    cell = jedbatch.cell(rk4)
-    options = {"control_flow": "auto", "max_steps": 150}
-    if kind == "rows":
-        batched = jedbatch.batch(rk4, in_axes=(0, 0), **options)
-    else:
-        batched = jedbatch.batch(lambda x: cell(*x), in_axes=0, **options)
-
-    def given(seed):
-        rng = np.random.default_rng(seed)
-        n = np.minimum(rng.geometric(1 / 12, 512), 140).astype(np.int32)
-        return n, np.geomspace(1, 20, 512).astype(np.float32)
-
-    def call(n, stiffness):
-        if kind == "rows":
-            return batched(jnp.asarray(n), jnp.asarray(stiffness))
-        return jnp.stack(batched(list(zip(n, stiffness, strict=True))))
-
-    close(call(*given(0)), loop(rk4, *map(jnp.asarray, given(0))))
-    compiled = batched.compilations
-    close(call(*given(1)), loop(rk4, *map(jnp.asarray, given(1))))
-    assert batched.compilations == compiled
-    n, stiffness = given(2)
-    n[77] = 151
-    with pytest.raises(UnfinishedLoopError, match="77"):
-        call(n, stiffness)
+    check_counts_and_bounds(rk4, kind)
 
 
 def test_moved_lanes_that_are_done_repeat_no_step():

@@ -6,16 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.divergent import loop, over_lanes, walk
+from cases.divergent import check_counts_and_bounds, loop, over_lanes, walk
 from jax import lax
 
-import jedbatch
 from jedbatch._jaxpr.interpret import work
 from jedbatch._jaxpr.lane_steps import counting
 from jedbatch._jaxpr.packed_loops import EXCHANGE, PLACES, packs
 from jedbatch._jaxpr.program_counters import LaneRule
 from jedbatch._jaxpr.single_kernel import MOST_ELEMENTS, MOST_PRODUCTS, with_sums
-from jedbatch.errors import UnfinishedLoopError
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(4, 4)) / 2, jnp.float32)
@@ -313,28 +311,4 @@ def orbit(n, stiffness):
 
 @pytest.mark.parametrize("kind", ["rows", "cells"])
 def test_other_counts_compile_nothing_and_bounds_name_the_instance(kind):
-    cell = jedbatch.cell(orbit)
-    options = {"control_flow": "auto", "max_steps": 150}
-    if kind == "rows":
-        batched = jedbatch.batch(orbit, in_axes=(0, 0), **options)
-    else:
-        batched = jedbatch.batch(lambda x: cell(*x), in_axes=0, **options)
-
-    def given(seed):
-        rng = np.random.default_rng(seed)
-        n = np.minimum(rng.geometric(1 / 12, 512), 140).astype(np.int32)
-        return n, np.geomspace(1, 20, 512).astype(np.float32)
-
-    def call(n, stiffness):
-        if kind == "rows":
-            return batched(jnp.asarray(n), jnp.asarray(stiffness))
-        return batched(list(zip(n, stiffness, strict=True)))
-
-    close(call(*given(0)), loop(orbit, *map(jnp.asarray, given(0))))
-    compiled = batched.compilations
-    close(call(*given(1)), loop(orbit, *map(jnp.asarray, given(1))))
-    assert batched.compilations == compiled
-    n, stiffness = given(2)
-    n[77] = 151
-    with pytest.raises(UnfinishedLoopError, match="77"):
-        call(n, stiffness)
+    check_counts_and_bounds(orbit, kind)
