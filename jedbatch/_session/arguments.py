@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
@@ -44,7 +45,7 @@ class StackedInstances(NamedTuple):
 
     def first(self) -> "FirstInstance":
         """Returns the first instance, cut out of the arrays."""
-        rows = [x[0, ...] for x in self.arrays]
+        rows = [first_row(x) for x in self.arrays]
         return FirstInstance(rows, jax.tree.unflatten(self.structure, rows))
 
     def key(self) -> Hashable | None:
@@ -59,6 +60,17 @@ class StackedInstances(NamedTuple):
             return structure, *map(array_type, self.arrays)
         except TypeError:
             return None
+
+
+def first_row(x: Array) -> Array:
+    """Returns the first row of an array, also where a mesh with explicit axes has its rows."""
+    sharding = jax.typeof(x).sharding
+    if not sharding.spec or sharding.spec[0] is None:
+        return x[0, ...]
+    if isinstance(x, Tracer):  # JAX does not cut traced ones; XLA drops this, as nobody reads it
+        return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))[0, ...]
+    row = PartitionSpec(*sharding.spec[1:])
+    return x.at[0].get(out_sharding=NamedSharding(sharding.mesh, row))
 
 
 class FirstInstance(NamedTuple):

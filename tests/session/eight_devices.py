@@ -406,6 +406,16 @@ def raised(run, kind):
     raise AssertionError("no error")
 
 
+def check_rows_that_are_cut_along_an_explicit_axis():
+    mesh = Mesh(DEVICES, ("data",), axis_types=(AxisType.Explicit,))
+    rows = jnp.sin(jnp.arange(64.0)).reshape(16, 4)
+    there = jax.device_put(rows, NamedSharding(mesh, P("data")))
+    score = jedbatch.batch(lambda x: jnp.tanh(x).sum(), in_axes=0)
+    want = np.tanh(np.asarray(rows)).sum(1)
+    for run in (score, jax.jit(lambda x: score(x))):
+        assert_close(want, run(there))
+
+
 def check_errors():
     few = raised(lambda: ENCODE.plan(PARAMS, trees(7), mesh=MESH), ValueError)
     assert "7 instances" in few
