@@ -138,10 +138,9 @@ class Gates:
         def gated_rule(eqn: Equation, values: list[Array]) -> Sequence[Array]:
             before = self._as_number if self._meets_infinity(eqn) else self._before
             values = [before(v, x, eqn, flags) for v, x in zip(eqn.invars, values, strict=True)]
-            nest = _NESTS.get(eqn.primitive.name)
-            if nest is None or not self.has_gates_inside(eqn) or _has_rules_of_lengths(eqn):
+            if not self.has_gates_inside(eqn) or _has_rules_of_lengths(eqn):
                 return run(eqn, values)
-            return nest(self, eqn, values, flags)
+            return _NESTS[eqn.primitive.name](self, eqn, values, flags)
 
         return gated_rule
 
@@ -199,6 +198,8 @@ class Gates:
         They are where results of the equation differ in what depends on them, or where what all
         instances share cannot have one before it.
         """
+        if eqn.primitive.name not in _NESTS:  # such as one whose derivative is a rule of the user's
+            return False
         of_results = list(map(self.through_one, eqn.outvars))
         is_shared = any(map(self.is_shared, eqn.invars))
         every = NO_SOURCES.union(*of_results)

@@ -216,3 +216,34 @@ def test_unread_instances_add_nothing(run):
     expected = slope(lambda fn, w, xs: [fn(w, x) for x in xs])
     assert np.isfinite(expected).all()
     assert_close(slope(run), expected, 1e-5)
+
+
+@jax.custom_vjp
+def projected(w, x):
+    """Two results with a derivative that is a rule, in which there are no gates."""
+    return jnp.tanh(x @ w), jnp.sqrt(1 + jnp.square(x))
+
+
+def _forward(w, x):
+    return projected(w, x), (w, x)
+
+
+def _back(kept, cotangents):
+    return jax.vjp(lambda w, x: (jnp.tanh(x @ w), jnp.sqrt(1 + jnp.square(x))), *kept)[1](
+        cotangents
+    )
+
+
+projected.defvjp(_forward, _back)
+
+
+def test_a_rule_of_several_results():
+    weight, rows = (
+        jnp.linspace(-1, 1, 16).reshape(4, 4),
+        list(jnp.linspace(-1, 1, 24).reshape(6, 4)),
+    )
+    cell = jedbatch.cell(projected)
+    batched = jedbatch.batch(lambda w, x: cell(w, x + 0)[0], out_axes=None)
+    ours = jax.grad(lambda w: sum(y.sum() for y in batched(w, rows)))(weight)
+    theirs = jax.grad(lambda w: sum(projected(w, x)[0].sum() for x in rows))(weight)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
