@@ -147,7 +147,7 @@ straight.defvjp(lambda x: (straight(x), None), lambda _, cotangent: (cotangent,)
 
 
 def roots_of_rounded_weights(weight, graph):
-    """What is made of the weight alone, with a rule of the user's in it, and its root."""
+    """A value of the weight alone, with a rule of the user's in it, and its root."""
     rounded = straight(jnp.tanh(weight))
     scale, roots = jnp.exp(rounded[0, 0]), jnp.sqrt(0 * rounded)
     return (graph[0] @ rounded * scale).sum(0), (graph[0] @ roots).sum()
