@@ -26,10 +26,12 @@ from jedbatch._jaxpr.interpret import (
     cares_for_padding,
     dependents,
     has_gradient,
+    is_fixed,
     shape_of,
     used_variables,
+    with_programs,
 )
-from jedbatch._jaxpr.versions import Equation, is_program, with_equations, without_consts
+from jedbatch._jaxpr.versions import Equation, with_equations, without_consts
 from jedbatch._support.types import Array
 
 Kind = tuple[tuple[int, ...], Any]  # shape, dtype
@@ -40,15 +42,10 @@ def saving_little(program: Any) -> Any:
     if not any_performs(without_consts(program).eqns, "cond"):
         return program
 
-    def through(x: Any) -> Any:
-        if type(x) in (tuple, list):
-            return type(x)(map(through, x))
-        return saving_little(x) if is_program(x) else x
-
     eqns = []
     for eqn in without_consts(program).eqns:
         if not eqn.primitive.name.startswith("custom_"):  # has a derivative of its own
-            eqn = eqn.replace(params={name: through(x) for name, x in eqn.params.items()})
+            eqn = with_programs(eqn, saving_little)
             if eqn.primitive.name == "cond" and _can_be_told(eqn):
                 eqn = _with_slots(eqn)
         eqns.append(eqn)
@@ -57,7 +54,7 @@ def saving_little(program: Any) -> Any:
 
 def _can_be_told(eqn: Equation) -> bool:
     """Returns whether the branches of a `cond` may be differentiated, each by itself."""
-    return not (eqn.effects or cares_for_padding(eqn) or eqn.params.get("branches_platforms"))
+    return not (is_fixed(eqn) or cares_for_padding(eqn))
 
 
 def _with_slots(eqn: Equation) -> Any:

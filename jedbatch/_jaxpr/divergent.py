@@ -31,7 +31,7 @@ from jax.extend.core import Var
 
 from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
 from jedbatch._jaxpr.branches import LaneBranch, apart, apart_with_reverse
-from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, work
+from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, with_programs, work
 from jedbatch._jaxpr.lane_loops import LoopOfLanes, carries_of_lanes
 from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.narrowing import (
@@ -99,11 +99,7 @@ def without_lock_step(
 def _without_lock_step(
     equations: Sequence[Equation], mode: ControlFlowName, branches: BranchesName, rule: LaneRule
 ) -> list[Any]:
-    def through(x: Any) -> Any:
-        if type(x) in (tuple, list):
-            return type(x)(map(through, x))
-        return without_lock_step(x, mode, branches, rule) if is_program(x) else x
-
+    change = functools.partial(without_lock_step, mode=mode, branches=branches, rule=rule)
     eqns = []
     for eqn in equations:
         name = eqn.primitive.name
@@ -113,8 +109,7 @@ def _without_lock_step(
         elif name in RULES_OF_REVERSE and branches != "forward":
             eqns.append(eqn)
         else:
-            params = {name: through(x) for name, x in eqn.params.items()}
-            eqns.append(eqn.replace(params=params))
+            eqns.append(with_programs(eqn, change))
     return eqns
 
 

@@ -19,7 +19,7 @@ products, too, as their factors are zeros where nothing comes back.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,14 +29,19 @@ from jax import lax
 from jax.extend.core import Literal, Var
 
 from jedbatch._jaxpr.interpret import (
+    REBUILT,
     Rule,
+    Run,
+    bodies_of,
     has_gradient,
     inner_programs,
     interpret,
+    is_fixed,
     is_inexact,
     names_in,
     reads,
     run_equation,
+    run_with_bodies,
 )
 from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
 from jedbatch._jaxpr.versions import (
@@ -61,6 +66,8 @@ _FINITE = names_in(
 )
 # Of these, those whose derivatives are not where an operand is infinite, or no number.
 _FINITE_AT_NUMBERS = names_in("cos dot_general mul sin square")
+# What has programs in which there may be gates.
+_ENTERED = REBUILT - {"while"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,14 +147,19 @@ class Gates:
             values = [before(v, x, eqn, flags) for v, x in zip(eqn.invars, values, strict=True)]
             if not self.has_gates_inside(eqn) or _has_rules_of_lengths(eqn):
                 return run(eqn, values)
-            return _NESTS[eqn.primitive.name](self, eqn, values, flags)
+            bodies = [self._body(eqn, program, flags) for program in bodies_of(eqn)]
+            return run_with_bodies(eqn, bodies, values)
 
         return gated_rule
+
+    def _body(self, eqn: Equation, program: Any, flags: Sequence[jax.Array]) -> Run:
+        inside = self.inside(eqn, program)
+        return lambda *args: inside.run_inside(program, args, flags)
 
     def _before(self, atom: Any, x: Array, eqn: Equation, flags: Sequence[jax.Array]) -> Array:
         """Returns a value as an equation reads it."""
         through = self.through(eqn.outvars)
-        is_finite = eqn.primitive.name in _NESTS or has_finite_derivatives([eqn])
+        is_finite = eqn.primitive.name in _ENTERED or has_finite_derivatives([eqn])
         if self.is_shared(atom):
             if is_finite:
                 return x
@@ -198,7 +210,7 @@ class Gates:
         They are where results of the equation differ in what depends on them, or where what all
         instances share cannot have one before it.
         """
-        if eqn.primitive.name not in _NESTS:  # such as one whose derivative is a rule of the user's
+        if eqn.primitive.name not in _ENTERED or is_fixed(eqn):
             return False
         of_results = list(map(self.through_one, eqn.outvars))
         is_shared = any(map(self.is_shared, eqn.invars))
@@ -287,12 +299,12 @@ def _leads_of_operands(eqn: Equation, of_results: Sequence[Sources]) -> list[Sou
     """Returns the leads of the operands of an equation, from those of its results."""
     name, every = eqn.primitive.name, NO_SOURCES.union(*of_results)
     if len(set(of_results)) > 1:
-        if name == "scan" or name in CALLS:
-            (program,) = _programs(eqn)
-            return _leads_of_arguments(program, _leads_of_program(eqn, program, of_results))
         if name == "cond":
             branches = [_leads_of_arguments(x, of_results) for x in eqn.params["branches"]]
             return [every, *(NO_SOURCES.union(*x) for x in zip(*branches, strict=True))]
+        if name in _ENTERED:
+            (program,) = bodies_of(eqn)
+            return _leads_of_arguments(program, _leads_of_program(eqn, program, of_results))
     return [every] * len(eqn.invars)
 
 
@@ -341,70 +353,17 @@ def has_finite_derivatives(equations: Sequence[Equation]) -> bool:
     """Returns whether derivatives are finite wherever operands are, of equations and in them."""
     for eqn in equations:
         programs = inner_programs(eqn)
-        if eqn.primitive.name not in (_NESTS if programs else _FINITE):
+        if eqn.primitive.name not in (_ENTERED if programs else _FINITE):
             return False
         if not all(has_finite_derivatives(x.eqns) for x in programs):
             return False
     return True
 
 
-def _programs(eqn: Equation) -> Sequence[Any]:
-    return eqn.params.get("branches") or [eqn.params["jaxpr"]]
-
-
 def _has_rules_of_lengths(eqn: Equation) -> bool:
     """Returns whether an equation is run by other rules, since there are lengths in it."""
     shapes = [v.aval.shape for v in (*eqn.invars, *eqn.outvars)]
     return any(map(is_ragged, shapes)) or bool(symbols_in(eqn.params))
-
-
-def _run_scan(
-    gates: Gates, eqn: Equation, values: Sequence[Array], flags: Sequence[jax.Array]
-) -> list[Array]:
-    params, (first, count) = eqn.params, scan_parts(eqn)
-    body = params["jaxpr"]
-    inside = gates.inside(eqn, body)
-
-    def step(carry: Sequence[Array], xs: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-        results = inside.run_inside(body, [*values[:first], *carry, *xs], flags)
-        return results[:count], results[count:]
-
-    init, xs = list(values[first : first + count]), list(values[first + count :])
-    unroll = params.get("unroll", 1)
-    carry, ys = lax.scan(step, init, xs, params["length"], params["reverse"], unroll)
-    return [*carry, *ys]
-
-
-def _run_cond(
-    gates: Gates, eqn: Equation, values: Sequence[Array], flags: Sequence[jax.Array]
-) -> list[Array]:
-    if eqn.effects or eqn.params.get("branches_platforms"):
-        return list(eqn.primitive.bind(*values, **eqn.params))
-
-    def branch(program: Any) -> Callable[..., list[Array]]:
-        inside = gates.inside(eqn, program)
-        return lambda *args: inside.run_inside(program, args, flags)
-
-    return list(lax.switch(values[0], list(map(branch, eqn.params["branches"])), *values[1:]))
-
-
-def _run_call(
-    gates: Gates, eqn: Equation, values: Sequence[Array], flags: Sequence[jax.Array]
-) -> list[Array]:
-    (program,) = _programs(eqn)
-    run: Callable = functools.partial(gates.inside(eqn, program).run_inside, program, flags=flags)
-    if eqn.primitive.name != "jit":
-        params = eqn.params
-        run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    return run(list(values))
-
-
-CALLS = ("jit", "checkpoint", "remat2")
-_NESTS: dict[str, Callable] = {
-    "scan": _run_scan,
-    "cond": _run_cond,
-    **dict.fromkeys(CALLS, _run_call),
-}
 
 
 def _any(flags: Sequence[jax.Array], results: Sources) -> Array:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +11,14 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from jedbatch._jaxpr.versions import (
+    CALLS,
     Atom,
     ClosedProgram,
     Equation,
     OpenProgram,
     consts_of,
     is_program,
+    scan_parts,
     with_equations,
     without_consts,
 )
@@ -130,6 +132,106 @@ def inner_programs(eqn: Equation) -> list[Any]:
     return [without_consts(x) for x in values if is_program(x)]
 
 
+def with_programs(eqn: Equation, change: Callable[[Any], Any]) -> Equation:
+    """Returns an equation that runs other programs, those that a function makes of its own."""
+
+    def through(x: Any) -> Any:
+        if type(x) in (tuple, list):
+            return type(x)(map(through, x))
+        return change(x) if is_program(x) else x
+
+    return eqn.replace(params={name: through(x) for name, x in eqn.params.items()})
+
+
+def as_call(eqn: Equation, fn: Callable[..., Array]) -> Equation:
+    """Returns an equation that calls a function in place of what it does."""
+    (called,) = jax.make_jaxpr(jax.jit(fn))(*map(shape_of, eqn.invars)).eqns
+    return eqn.replace(primitive=called.primitive, params=called.params)
+
+
+# --- loops, branches and calls whose programs are run in other ways ---
+
+Run = Callable[..., Sequence[Array]]  # a program, from its arguments to its results
+
+
+def run_with_bodies(eqn: Equation, bodies: Sequence[Run], values: Sequence[Array]) -> list[Array]:
+    """Returns the results of a loop, a branch or a call, whose programs are run by functions.
+
+    Parameters of such operations differ between versions of JAX, so these are traced again with the
+    public functions that make them.
+
+    Args:
+      eqn: of an operation in `REBUILT`.
+      bodies: a function for each of `bodies_of` the equation.
+      values: of its operands.
+    """
+    return list(_REBUILDS[eqn.primitive.name](eqn, bodies, values))
+
+
+def bodies_of(eqn: Equation) -> list[Any]:
+    """Returns the programs of a loop, a branch or a call in `REBUILT`."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "cond":
+        return list(params["branches"])
+    if name == "while":
+        return [params["cond_jaxpr"], params["body_jaxpr"]]
+    return [params[CALLS.get(name, "jaxpr")]]
+
+
+def is_fixed(eqn: Equation) -> bool:
+    """Returns whether a branch has effects, or the platform chooses it, as in `jnp.diag`."""
+    return bool(eqn.effects) or eqn.params.get("branches_platforms") is not None
+
+
+def _call(_: Equation, bodies: Sequence[Run], values: Sequence[Array]) -> Sequence[Array]:
+    return bodies[0](*values)
+
+
+def _checkpoint(eqn: Equation, bodies: Sequence[Run], values: Sequence[Array]) -> Sequence[Array]:
+    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
+    return jax.checkpoint(bodies[0], policy=policy, prevent_cse=prevent_cse)(*values)
+
+
+def _scan(eqn: Equation, bodies: Sequence[Run], values: Sequence[Array]) -> Sequence[Array]:
+    num_consts, num_carried = scan_parts(eqn)
+    first_scanned = num_consts + num_carried
+
+    def body(carried: list[Any], scanned: list[Any]) -> tuple[list[Array], list[Array]]:
+        out = list(bodies[0](*values[:num_consts], *carried, *scanned))
+        return out[:num_carried], out[num_carried:]
+
+    how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+    carried, scanned = list(values[num_consts:first_scanned]), list(values[first_scanned:])
+    return [x for part in jax.lax.scan(body, carried, scanned, **how) for x in part]
+
+
+def _while(eqn: Equation, bodies: Sequence[Run], values: Sequence[Array]) -> Sequence[Array]:
+    num_carried = len(eqn.outvars)
+    num_read = len(without_consts(eqn.params["cond_jaxpr"]).invars) - num_carried
+    first = len(values) - num_carried
+    condition = functools.partial(bodies[0], *values[:num_read])
+    body = functools.partial(bodies[1], *values[num_read:first])
+    return jax.lax.while_loop(
+        lambda carried: condition(*carried)[0],
+        lambda carried: list(body(*carried)),
+        list(values[first:]),
+    )
+
+
+def _cond(_: Equation, bodies: Sequence[Run], values: Sequence[Array]) -> Sequence[Array]:
+    return jax.lax.switch(values[0], bodies, *values[1:])
+
+
+_REBUILDS: Mapping[str, Callable[..., Sequence[Array]]] = {
+    **dict.fromkeys(("jit", "pjit", "closed_call", "core_call"), _call),
+    **dict.fromkeys(("checkpoint", "remat2"), _checkpoint),
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
+REBUILT = frozenset(_REBUILDS)  # of calls, those without a rule of differentiation
+
+
 def cares_for_padding(eqn: Equation) -> bool:
     """True of what must not run on arbitrary values, even where its results are not read.
 
@@ -172,17 +274,11 @@ def one_by_one(program: Any) -> Any:
     if not performs(program, "pure_callback", *_DRAWS):
         return program
 
-    def through(x: Array) -> Any:
-        if type(x) in (tuple, list):
-            return type(x)(map(through, x))
-        return one_by_one(x) if is_program(x) else x
-
     eqns = []
     for eqn in without_consts(program).eqns:
-        params = {name: through(x) for name, x in eqn.params.items()}
-        if eqn.primitive.name == "pure_callback" and params["vmap_method"] is None:
-            params["vmap_method"] = "sequential"
-        eqn = eqn.replace(params=params)
+        eqn = with_programs(eqn, one_by_one)
+        if eqn.primitive.name == "pure_callback" and eqn.params["vmap_method"] is None:
+            eqn = eqn.replace(params={**eqn.params, "vmap_method": "sequential"})
         eqns.append(_apart(eqn) if _depends_on_lanes(eqn) else eqn)
     return with_equations(program, eqns)
 

@@ -2,9 +2,7 @@
 
 A body that reads a number of the instance, as in `lax.scan(lambda c, _: (c * rate, None), x)`,
 holds it as a literal of its program, or as a constant if it is an array. Programs that differ in
-such numbers only can be one program that takes them as operands. Parameters of operations with
-bodies differ between versions of JAX, so these are traced again with the public functions that
-make them.
+such numbers only can be one program that takes them as operands.
 
 Numbers are counted in one order: of a program its constants; of each of its equations the literals
 it reads and then the numbers of its bodies; at last the literals among the results.
@@ -20,8 +18,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
 
-from jedbatch._jaxpr.interpret import has_gradient, inner_programs, run_equation, value_of
-from jedbatch._jaxpr.versions import Equation, consts_of, scan_parts, without_consts
+from jedbatch._jaxpr.interpret import (
+    has_gradient,
+    inner_programs,
+    run_equation,
+    run_with_bodies,
+    value_of,
+)
+from jedbatch._jaxpr.versions import Equation, consts_of, without_consts
 from jedbatch._support.types import Array, Dtype
 
 MAX_ELEMENTS = 4096  # of a constant that may become an operand
@@ -154,7 +158,7 @@ def _run(numbers: Mapping[int, object], program: Any, position: int, *args: Arra
                 functools.partial(_run, numbers, body, start)
                 for body, start in zip(bodies, starts, strict=True)
             ]
-            results = _CALLS[eqn.primitive.name](eqn, functions, values)
+            results = run_with_bodies(eqn, functions, values)
         elif any(first <= k < position for k in numbers):
             out = eqn.primitive.bind(*values, **eqn.params)
             results = out if eqn.primitive.multiple_results else [out]
@@ -164,59 +168,7 @@ def _run(numbers: Mapping[int, object], program: Any, position: int, *args: Arra
     return [next_number(x.val) if is_literal(x) else value_of(x, env) for x in jaxpr.outvars]
 
 
-Run = Callable[..., list[Array]]
 KeyOf = Callable[[Any], Any]
-
-
-def _jit(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Array]:
-    return bodies[0](*values)
-
-
-def _checkpoint(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Array]:
-    policy, prevent_cse = eqn.params["policy"], eqn.params["prevent_cse"]
-    return jax.checkpoint(bodies[0], policy=policy, prevent_cse=prevent_cse)(*values)
-
-
-def _scan(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Array]:
-    num_consts, num_carried = scan_parts(eqn)
-    first_scanned = num_consts + num_carried
-
-    def body(carried: list[Any], scanned: list[Any]) -> tuple[list[Array], list[Array]]:
-        out = bodies[0](*values[:num_consts], *carried, *scanned)
-        return out[:num_carried], out[num_carried:]
-
-    how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-    carried, scanned = list(values[num_consts:first_scanned]), list(values[first_scanned:])
-    return [x for part in jax.lax.scan(body, carried, scanned, **how) for x in part]
-
-
-def _while(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Array]:
-    num_carried = len(eqn.outvars)
-    num_read = len(without_consts(eqn.params["cond_jaxpr"]).invars) - num_carried
-    first = len(values) - num_carried
-    condition = functools.partial(bodies[0], *values[:num_read])
-    body = functools.partial(bodies[1], *values[num_read:first])
-    return list(
-        jax.lax.while_loop(
-            lambda carried: condition(*carried)[0],
-            lambda carried: body(*carried),
-            list(values[first:]),
-        )
-    )
-
-
-def _cond(eqn: Equation, bodies: Sequence[Run], values: Sequence[jax.Array]) -> list[Array]:
-    return list(jax.lax.switch(values[0], bodies, *values[1:]))
-
-
-_CALLS: Mapping[str, Callable[..., list[Array]]] = {
-    "jit": _jit,
-    "checkpoint": _checkpoint,
-    "remat2": _checkpoint,
-    "scan": _scan,
-    "while": _while,
-    "cond": _cond,
-}
 
 
 def is_same_with(numbers: Sequence[Number], program: Any, constant: object, key: KeyOf) -> bool:

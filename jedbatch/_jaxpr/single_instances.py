@@ -13,15 +13,14 @@ branch with a call of Python that each lane took for itself would be run for eve
 Equinox is not imported: its primitives are known by name.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from jedbatch._jaxpr.interpret import performs, shape_of
-from jedbatch._jaxpr.versions import is_program, with_equations, without_consts
-from jedbatch._support.types import Array
+from jedbatch._jaxpr.interpret import as_call, performs, with_programs
+from jedbatch._jaxpr.versions import with_equations, without_consts
 
 _SAME: dict[str, Callable] = {"nonbatchable": lambda x: x}
 _ALONE: dict[str, Callable] = {**_SAME, "unvmap_any": jnp.any, "unvmap_all": jnp.all}
@@ -52,24 +51,14 @@ def _with(program: Any, functions: dict[str, Callable]) -> Any:
     if not performs(program, *functions):
         return program
 
-    def through(x: Any) -> Any:
-        if type(x) in (tuple, list):
-            return type(x)(map(through, x))
-        return _with(x, functions) if is_program(x) else x
-
     eqns = []
     for eqn in without_consts(program).eqns:
         if (fn := functions.get(eqn.primitive.name)) is not None:
-            eqns.append(_as(eqn, fn))
+            eqns.append(as_call(eqn, fn))
             continue
-        params = {name: through(x) for name, x in eqn.params.items()}
+        eqn = with_programs(eqn, functools.partial(_with, functions=functions))
         if eqn.primitive.name == "while" and functions is _GOING_ON:
-            params["cond_jaxpr"] = ends_alone(params["cond_jaxpr"])
-        eqns.append(eqn.replace(params=params))
+            cond = ends_alone(eqn.params["cond_jaxpr"])
+            eqn = eqn.replace(params={**eqn.params, "cond_jaxpr": cond})
+        eqns.append(eqn)
     return with_equations(program, eqns)
-
-
-def _as(eqn: Any, fn: Callable[..., Array]) -> Any:
-    """Returns an operation as a call of a function."""
-    (called,) = jax.make_jaxpr(jax.jit(fn))(*map(shape_of, eqn.invars)).eqns
-    return eqn.replace(primitive=called.primitive, params=called.params)

@@ -28,12 +28,11 @@ import numpy as np
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from jedbatch._jaxpr.interpret import names_in, shape_of
+from jedbatch._jaxpr.interpret import as_call, inner_programs, names_in, with_programs
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.versions import (
     CALLS,
     Equation,
-    is_program,
     with_equations,
     without_consts,
 )
@@ -86,7 +85,7 @@ def _runs(eqn: Equation) -> bool:
             place = eqn.params["__batch_axes"][-1]
             return str(eqn.params["prim"]) == "maybe_set" and place is None
         case name if name in _CONTROL:
-            return all(map(runs_in_kernel, _programs_of(eqn)))
+            return all(map(runs_in_kernel, inner_programs(eqn)))
         case name:
             return name in _OPERATIONS
 
@@ -99,13 +98,6 @@ def _is_known(atom: Any) -> bool:
 def _is_of_known_kind(atom: Any) -> bool:
     dtype = atom.aval.dtype
     return is_key(dtype) or (np.dtype(dtype).kind in _KINDS and np.dtype(dtype) != np.float16)
-
-
-def _programs_of(eqn: Equation) -> list[Any]:
-    """Returns the programs that an operation runs, in 0.10 with and without constants."""
-    params = [p for name, p in eqn.params.items() if not name.endswith(("thunk", "bwd"))]
-    values = [x for p in params for x in (p if type(p) in (tuple, list) else [p])]
-    return [x for x in values if is_program(x)]
 
 
 def _is_of_matrices(eqn: Equation) -> bool:
@@ -126,18 +118,12 @@ def with_sums(program: Any) -> Any:
 
     Mapped over lanes, a product with a matrix that all share would be one of two matrices.
     """
-
-    def through(x: Any) -> Any:
-        if type(x) in (tuple, list):
-            return type(x)(map(through, x))
-        return with_sums(x) if is_program(x) else x
-
     eqns = []
     for eqn in without_consts(program).eqns:
         if eqn.primitive.name == "dot_general" and _is_small(eqn):
             eqns.append(_as_sum(eqn))
         else:
-            eqns.append(eqn.replace(params={k: through(x) for k, x in eqn.params.items()}))
+            eqns.append(with_programs(eqn, with_sums))
     return with_equations(program, eqns)
 
 
@@ -163,8 +149,7 @@ def _as_sum(eqn: Equation) -> Any:
         y = lax.expand_dims(y, range(start, end))
         return (x * y).sum(range(end + len(columns), x.ndim))
 
-    (called,) = jax.make_jaxpr(jax.jit(product))(*map(shape_of, eqn.invars)).eqns
-    return eqn.replace(primitive=called.primitive, params=called.params)
+    return as_call(eqn, product)
 
 
 # --- calls ---

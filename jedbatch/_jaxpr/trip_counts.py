@@ -19,12 +19,11 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr.interpret import any_performs, performs, shape_of
+from jedbatch._jaxpr.interpret import any_performs, performs, shape_of, with_programs
 from jedbatch._jaxpr.single_instances import ends_alone, goes_on_alone
 from jedbatch._jaxpr.versions import (
     CALLS,
     Equation,
-    is_program,
     with_equations,
     without_consts,
 )
@@ -128,13 +127,8 @@ def _equation(eqn: Equation, operands: list[Known]) -> tuple[Any, list[Known]]:
         if found is not None and found[0] >= ALIKE * found[1]:
             return _as_scan(eqn, *found), outs
 
-    def through(x: Any) -> Any:
-        if type(x) in (tuple, list):
-            return type(x)(map(through, x))
-        return with_equal_trips(x) if is_program(x) else x
-
     if any_performs([eqn], "while"):
-        eqn = eqn.replace(params={name: through(x) for name, x in eqn.params.items()})
+        eqn = with_programs(eqn, with_equal_trips)
     return eqn, outs
 
 

@@ -16,12 +16,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Literal, Var
 
-from jedbatch._jaxpr.interpret import Bindings, run_equation, run_equations, shape_of, value_of
+from jedbatch._jaxpr.interpret import (
+    REBUILT,
+    Bindings,
+    bodies_of,
+    is_fixed,
+    run_equation,
+    run_equations,
+    run_with_bodies,
+    shape_of,
+    value_of,
+)
 from jedbatch._jaxpr.versions import (
-    CALLS,
     Equation,
     OpenProgram,
     consts_of,
@@ -32,6 +40,7 @@ from jedbatch._support.types import Array
 
 Sources = frozenset[int]
 NO_SOURCES: Sources = frozenset()
+_ENTERED = REBUILT - {"while"}
 
 
 def find_sources(jaxpr: OpenProgram, known_sources: Mapping[Var, Sources]) -> dict[Var, Sources]:
@@ -57,8 +66,9 @@ def _sources_of_results(eqn: Equation, operands: Sequence[Sources]) -> list[Sour
     if name == "cond":
         of_branches = [_through(x, operands[1:]) for x in eqn.params["branches"]]
         return [operands[0].union(*x) for x in zip(*of_branches, strict=True)]
-    if name in ENTERED:
-        return _through(eqn.params[CALLS[name]], operands)
+    if name in _ENTERED:
+        (program,) = bodies_of(eqn)
+        return _through(program, operands)
     return [NO_SOURCES.union(*operands)] * len(eqn.outvars)
 
 
@@ -145,8 +155,8 @@ def _run_guarded(
         met = NO_SOURCES.union(*of_operands)
         pairs = zip(eqn.invars, values, strict=True)
         operands = [with_zeros(v, x, met) for v, x in pairs]
-        if len(met) > 1 and eqn.primitive.name in _NESTS:
-            return _NESTS[eqn.primitive.name](eqn, operands, of_operands, alive)
+        if len(met) > 1 and eqn.primitive.name in _ENTERED and not is_fixed(eqn):
+            return _run_bodies_guarded(eqn, operands, of_operands, alive)
         return run_equation(jaxpr, eqn, operands)
 
     env: Bindings = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -162,63 +172,27 @@ def _inside(
     program: Any,
     of_args: Sequence[Sources],
     alive: Sequence[Array],
-    of_results: Sequence[Sources] = (),
-) -> Callable[[Sequence[Array]], list[Array]]:
+    of_results: Sequence[Sources],
+) -> Callable[..., list[Array]]:
     """From the arguments of a program to its results; see `_run_guarded`."""
     jaxpr, consts = without_consts(program), consts_of(program)
-    return lambda args: _run_guarded(jaxpr, consts, args, of_args, alive, of_results)
+    return lambda *args: _run_guarded(jaxpr, consts, args, of_args, alive, of_results)
 
 
-def _guarded_scan(
+def _run_bodies_guarded(
     eqn: Equation, values: Sequence[Array], of_operands: Sequence[Sources], alive: Sequence[Array]
 ) -> list[Array]:
-    params, (first, count) = eqn.params, scan_parts(eqn)
-    given = _sources_in_scan(eqn, of_operands)
-    carried = slice(first, first + count)
-    run = _inside(params["jaxpr"], given, alive, given[carried])
-
-    def step(carry: Sequence[Array], xs: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-        results = run([*values[:first], *carry, *xs])
-        return results[:count], results[count:]
-
-    carry, ys = lax.scan(
-        step,
-        list(values[carried]),
-        list(values[first + count :]),
-        params["length"],
-        params["reverse"],
-        params.get("unroll", 1),
-    )
-    return [*carry, *ys]
-
-
-def _guarded_cond(
-    eqn: Equation, values: Sequence[Array], of_operands: Sequence[Sources], alive: Sequence[Array]
-) -> list[Array]:
-    if eqn.effects or eqn.params.get("branches_platforms"):
-        return list(eqn.primitive.bind(*values, **eqn.params))
-    of_results = _sources_of_results(eqn, of_operands)
-    branches = [_inside(x, of_operands[1:], alive, of_results) for x in eqn.params["branches"]]
-    return list(lax.switch(values[0], branches, list(values[1:])))
-
-
-def _guarded_call(
-    eqn: Equation, values: Sequence[Array], of_operands: Sequence[Sources], alive: Sequence[Array]
-) -> list[Array]:
-    run = _inside(eqn.params[CALLS[eqn.primitive.name]], of_operands, alive)
-    if eqn.primitive.name in ("checkpoint", "remat2"):
-        params = eqn.params
-        run = jax.checkpoint(run, prevent_cse=params["prevent_cse"], policy=params["policy"])
-    return run(list(values))
-
-
-# Calls whose program may be run equation by equation: they have no rules of differentiation.
-ENTERED = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2"})
-_NESTS: dict[str, Callable] = {
-    "scan": _guarded_scan,
-    "cond": _guarded_cond,
-    **dict.fromkeys(ENTERED, _guarded_call),
-}
+    """Returns the results of a loop, a branch or a call; see `_run_guarded`."""
+    given, of_results = list(of_operands), list[Sources]()
+    if eqn.primitive.name == "scan":
+        given = _sources_in_scan(eqn, of_operands)
+        first, count = scan_parts(eqn)
+        of_results = given[first : first + count]
+    elif eqn.primitive.name == "cond":
+        of_results = _sources_of_results(eqn, of_operands)
+        given = given[1:]
+    bodies = [_inside(x, given, alive, of_results) for x in bodies_of(eqn)]
+    return run_with_bodies(eqn, bodies, values)
 
 
 def sources_of(jaxpr: OpenProgram, cotangents: Sequence[Array]) -> list[Sources]:
