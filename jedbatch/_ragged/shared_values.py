@@ -85,7 +85,9 @@ class _Part:
         """
         self._jaxpr = jaxpr
         made = [v for eqn in eqns for v in eqn.outvars]
-        self._given = list(dict.fromkeys(v for eqn in eqns for v in reads(eqn) if v not in made))
+        known = set(made)
+        before = (v for eqn in eqns for v in reads(eqn) if v not in known)
+        self._given = list(dict.fromkeys(before))
         writes = tuple(v for v in made if v in read)
         self._phase = Phase(None, tuple(eqns), (), tuple(self._given), writes)
         self.asks = not (has_rule or has_finite_derivatives(eqns))
