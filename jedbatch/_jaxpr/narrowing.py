@@ -85,20 +85,11 @@ def narrowed(
         row_bytes = sum(x.nbytes // size for x in (*own, *carry))
         price = (STARTS * step_work + few * row_bytes) / max(1, body_work)
 
-        def goes_on_together(state: Any) -> Array:
-            *_, left, wasted, _ = state
+        def waits(left: Array, wasted: Array) -> Array:
             return (left > few) | ((left > 0) & (wasted < price))
 
-        def together(state: Any) -> Any:
-            goes_on, carry, left, wasted, tally = state
-            tally = counted(tally, level, goes_on)
-            carry = where_lanes(goes_on, step(own, carry), carry)
-            goes_on = goes_on & more(own, carry)
-            wasted = wasted + (size - left).astype(jnp.float32)
-            return goes_on, carry, goes_on.sum(dtype=jnp.int32), wasted, tally
-
-        state: Any = goes_on, list(carry), goes_on.sum(dtype=jnp.int32), jnp.float32(0), tally
-        goes_on, ends, left, _, tally = lax.while_loop(goes_on_together, together, state)
+        loop = more, step, own
+        goes_on, ends, left, tally = in_lock_step(loop, goes_on, carry, waits, tally, level)
         if not widths:
             return ends, tally
 
@@ -121,6 +112,45 @@ def narrowed(
     if tally is not None:
         tell("loop", [(0, body_work, width) for width in (len(start[0]), *widths)], tally)
     return ends
+
+
+def in_lock_step(
+    loop: tuple[Callable, Callable, Sequence[Array]],
+    goes_on: Array,
+    carry: Sequence[Array],
+    waits: Callable[[Array, Array], Array],
+    tally: Array | None,
+    row: int = 0,
+) -> tuple[Array, list[Array], Array, Array | None]:
+    """Runs all lanes in lock step as long as it is worth to wait.
+
+    Args:
+      loop: its condition, its body, and constants, as of `narrowed`.
+      goes_on: bool[N], which lanes go on.
+      carry: carries at first, [N, ...] each.
+      waits: from int32[], how many lanes go on, and f32[], how many steps of lanes were computed
+        for those that were done, to bool[].
+      tally: int32[rows, 3], the steps, lanes and lanes needed so far; None if nobody counts.
+      row: of the tally, to count in.
+
+    Returns:
+      (which lanes go on, their carries, how many go on, the tally) after the steps.
+    """
+    more, step, own = loop
+    size = len(goes_on)
+
+    def one_step(state: Any) -> Any:
+        goes_on, carry, left, wasted, tally = state
+        tally = counted(tally, row, goes_on)
+        carry = where_lanes(goes_on, step(own, carry), carry)
+        goes_on = goes_on & more(own, carry)
+        wasted = wasted + (size - left).astype(jnp.float32)
+        return goes_on, carry, goes_on.sum(dtype=jnp.int32), wasted, tally
+
+    state = goes_on, list(carry), goes_on.sum(dtype=jnp.int32), jnp.float32(0), tally
+    state = lax.while_loop(lambda state: waits(state[2], state[3]), one_step, state)
+    goes_on, ends, left, _, tally = state
+    return goes_on, ends, left, tally
 
 
 def counted(tally: Array | None, row: int, goes_on: Array) -> Array | None:

@@ -22,7 +22,7 @@ from jax import lax
 
 from jedbatch._jaxpr.lane_loops import LoopOfLanes, as_function
 from jedbatch._jaxpr.lane_steps import is_counting, tell
-from jedbatch._jaxpr.narrowing import narrowed, where_lanes
+from jedbatch._jaxpr.narrowing import in_lock_step, narrowed, where_lanes
 from jedbatch._jaxpr.single_kernel import (
     in_kernel,
     reading,
@@ -51,7 +51,9 @@ def packs(size: int, body_work: int, step_work: float) -> bool:
     return FEWEST * PLACES <= size <= MOST_LANES and size * body_work >= step_work
 
 
-def together(loop: LoopOfLanes, start: Sequence[Array]) -> tuple[Array, list[Array], Array | None]:
+def together(
+    loop: LoopOfLanes, start: Sequence[Array]
+) -> tuple[Array, list[Array], Array, Array | None]:
     """Runs all lanes in lock step until exchanging those that go on costs no more than waiting did.
 
     Args:
@@ -59,29 +61,15 @@ def together(loop: LoopOfLanes, start: Sequence[Array]) -> tuple[Array, list[Arr
       start: carries at first, [N, ...] each.
 
     Returns:
-      (bool[N] which lanes go on, their carries, int32[3] the steps, lanes and lanes needed, or None
-      if nobody counts).
+      (bool[N] which lanes go on, their carries, how many go on, int32[1, 3] the steps, lanes and
+      lanes needed, or None if nobody counts).
     """
-    more, step, own = loop
-    size = len(start[0])
 
-    def waits(state: Any) -> Array:
-        _, _, left, wasted, _ = state
+    def waits(left: Array, wasted: Array) -> Array:
         return (left > 0) & (wasted < EXCHANGE * left)
 
-    def one_step(state: Any) -> Any:
-        goes_on, carry, left, wasted, count = state
-        count = _counted(count, size, left)
-        carry = where_lanes(goes_on, step(own, carry), carry)
-        goes_on = goes_on & more(own, carry)
-        wasted = wasted + (size - left)
-        return goes_on, carry, goes_on.sum(dtype=jnp.int32), wasted, count
-
-    goes_on = more(own, start)
-    left, nothing = goes_on.sum(dtype=jnp.int32), jnp.zeros(3, jnp.int32)
-    state = goes_on, list(start), left, jnp.int32(0), nothing if is_counting() else None
-    goes_on, ends, _, _, count = lax.while_loop(waits, one_step, state)
-    return goes_on, ends, count
+    tally = jnp.zeros((1, 3), jnp.int32) if is_counting() else None
+    return in_lock_step(loop, loop.more(loop.own, start), start, waits, tally)
 
 
 def exchanged(
@@ -139,7 +127,9 @@ def exchanged(
 
         def one_step(state: Any) -> Any:
             goes_on, carry, count = state
-            count = _counted(count, PLACES, goes_on.sum(dtype=jnp.int32))
+            if counts:
+                needed = goes_on.sum(dtype=jnp.int32)
+                count = count + jnp.stack([jnp.int32(1), jnp.int32(PLACES), needed])
             carry = where_lanes(goes_on, step(mine, carry), carry)
             return goes_on & more(mine, carry), carry, count
 
@@ -215,7 +205,7 @@ class PackableLoop:
         """
         size, num_consts, counts = len(start[0]), len(self._consts), is_counting()
         loop = self._loop(self._functions, self._consts)
-        goes_on, ends, first = together(loop, start)
+        goes_on, ends, num_left, first = together(loop, start)
 
         def in_places(*operands: Array) -> list[Array]:
             consts, (left, num_left, *ends) = operands[:num_consts], operands[num_consts:]
@@ -239,16 +229,9 @@ class PackableLoop:
 
         # A loop of one trip or none: on a CPU a conditional would copy what it returns.
         after = [jnp.zeros(3, jnp.int32)] if counts else []
-        state = ends, after, goes_on.sum(dtype=jnp.int32)
+        state = ends, after, num_left
         ends, after, _ = lax.while_loop(lambda state: state[-1] > 0, exchange, state)
         if first is not None:
             parts = [(0, body_work, size), (0, body_work, PLACES)]
-            tell("loop", parts, jnp.stack([first, *after]))
+            tell("loop", parts, jnp.stack([*first, *after]))
         return ends
-
-
-def _counted(count: Array | None, lanes: int, needed: Array) -> Array | None:
-    """Returns counts to which a step of some lanes was added."""
-    if count is None:
-        return None
-    return count + jnp.stack([jnp.int32(1), jnp.int32(lanes), needed])
