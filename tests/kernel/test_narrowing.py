@@ -4,16 +4,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.divergent import check_counts_and_bounds, loop, over_lanes, walk
+from cases.divergent import (
+    CHEAP,
+    check_counts_and_bounds,
+    close,
+    loop,
+    over_lanes,
+    run_counted,
+    walk,
+)
 from jax import lax
 
-from jedbatch._jaxpr.lane_steps import counting
 from jedbatch._jaxpr.narrowing import narrowed, narrower_widths
 from jedbatch._jaxpr.program_counters import LaneRule
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(4, 4)) / 2, jnp.float32)
-CHEAP = LaneRule(step_work=3e3)  # so that loops of some hundred lanes narrow
 COUNTS = {
     "geometric": RNG.geometric(1 / 9, 600),
     "log-normal": np.exp(RNG.normal(size=512) + 2).astype(int),
@@ -22,19 +28,6 @@ COUNTS = {
     "one long": np.where(np.arange(512) == 100, 200, 1),
     "two kinds": np.where(np.arange(512) % 3, 40, 3),
 }
-
-
-def lanes(fn, *args, rule=CHEAP, mode="auto"):
-    """Returns the function of lanes, and the counts of a call with the arguments."""
-    with counting() as counter:
-        run = over_lanes(fn, *args, mode=mode, rule=rule)
-        jax.block_until_ready(jax.jit(lambda *xs: run(*xs))(*args))
-        return run, counter.result()
-
-
-def close(ours, theirs):
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 def sorting(x):
@@ -71,8 +64,8 @@ def simulated(trips, widths, price):
 def test_loops_give_what_they_give_one_by_one_in_the_steps_that_are_simulated(counts):
     n = jnp.asarray(COUNTS[counts], jnp.int32)
     x = jnp.asarray(RNG.normal(size=(len(n), 4)), jnp.float32)
-    run, ran = lanes(steps, n, x)
-    close(jax.jit(run)(n, x), loop(steps, n, x))
+    found, ran = run_counted(steps, n, x)
+    close(found, loop(steps, n, x))
     widths = [len(n), len(n) // 4, len(n) // 16]
     work = {count.work for count in ran} or {1}
     assert len(work) == 1
@@ -112,26 +105,27 @@ def test_which_loops_narrow():
     assert narrower_widths(64, 10**6, 5e4) == []  # fewer lanes take as long
     assert narrower_widths(1024, 20, 5e4) == []  # a step is started for longer than it runs
     n, x = jnp.asarray(COUNTS["geometric"], jnp.int32), jnp.ones((600, 4), jnp.float32)
-    assert {c.width for c in lanes(steps, n, x)[1]} == {600, 150, 37}
-    assert lanes(steps, n, x, mode="lockstep")[1] == ()
+    assert {c.width for c in run_counted(steps, n, x)[1]} == {600, 150, 37}
+    assert run_counted(steps, n, x, mode="lockstep")[1] == ()
     without = LaneRule(step_work=3e3, nests=False)  # as on a GPU
-    assert {c.width for c in lanes(steps, n, x, rule=without)[1]} == {600, 128}
-    assert 128 in {c.width for c in lanes(steps, n, x, mode="lanes")[1]}  # refilled, as it was told
+    assert {c.width for c in run_counted(steps, n, x, rule=without)[1]} == {600, 128}
+    assert 128 in {
+        c.width for c in run_counted(steps, n, x, mode="lanes")[1]
+    }  # refilled, as it was told
 
 
 def test_nan_random_keys_and_derivatives_are_those_of_each_lane():
     n = jnp.asarray(COUNTS["geometric"], jnp.int32)
     x = jnp.asarray(RNG.normal(size=(600, 4)), jnp.float32).at[7].set(np.nan)
-    run, _ = lanes(steps, n, x)
-    close(jax.jit(run)(n, x), loop(steps, n, x))
+    close(run_counted(steps, n, x)[0], loop(steps, n, x))
 
     keys = jax.random.split(jax.random.key(0), 600)
-    run, ran = lanes(walk, keys, n, rule=LaneRule(step_work=2e3))
+    found, ran = run_counted(walk, keys, n, rule=LaneRule(step_work=2e3))
     assert len({c.width for c in ran}) > 1
-    close(jax.jit(run)(keys, n), loop(walk, keys, n))
+    close(found, loop(walk, keys, n))
 
     x = jnp.asarray(RNG.normal(size=(600, 4)), jnp.float32)
-    run, _ = lanes(steps, n, x)
+    run = over_lanes(steps, n, x, mode="auto", rule=CHEAP)
     push = lambda fn: lambda n, x, t: jax.jvp(lambda x: fn(n, x)[1], (x,), (t,))[1]  # noqa: E731
     tangents = jnp.asarray(RNG.normal(size=x.shape), jnp.float32)
     close(jax.jit(push(run))(n, x, tangents), loop(push(steps), n, x, tangents))
@@ -155,8 +149,8 @@ def test_loops_in_scan_and_light_loops_inside():
 
     n = jnp.asarray(COUNTS["geometric"], jnp.int32)
     x = jnp.asarray(RNG.normal(size=(600, 4)), jnp.float32)
-    run, ran = lanes(inside, n, x, rule=LaneRule(step_work=5e4, nest_work=1e9))
-    close(jax.jit(run)(n, x), loop(inside, n, x))
+    found, ran = run_counted(inside, n, x, rule=LaneRule(step_work=5e4, nest_work=1e9))
+    close(found, loop(inside, n, x))
     assert {c.width for c in ran} == {600, 150, 37}
     assert ran.needed == 2 * int(n.sum())
 

@@ -6,18 +6,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.divergent import check_counts_and_bounds, loop, over_lanes, walk
+from cases.divergent import (
+    CHEAP,
+    check_counts_and_bounds,
+    close,
+    loop,
+    over_lanes,
+    run_counted,
+    walk,
+)
 from jax import lax
 
 from jedbatch._jaxpr.interpret import work
-from jedbatch._jaxpr.lane_steps import counting
 from jedbatch._jaxpr.packed_loops import EXCHANGE, PLACES, packs
 from jedbatch._jaxpr.program_counters import LaneRule
 from jedbatch._jaxpr.single_kernel import MOST_ELEMENTS, MOST_PRODUCTS, with_sums
 
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(4, 4)) / 2, jnp.float32)
-CHEAP = LaneRule(step_work=3e3)  # so that loops of some hundred lanes are packed
 COUNTS = {
     "geometric": RNG.geometric(1 / 9, 300),
     "log-normal": np.exp(RNG.normal(size=256) + 2).astype(int),
@@ -28,21 +34,8 @@ COUNTS = {
 }
 
 
-def lanes(fn, *args, rule=CHEAP, mode="auto"):
-    """Returns the results of lanes, and the counts of a call with the arguments."""
-    with counting() as counter:
-        run = over_lanes(fn, *args, mode=mode, rule=rule)
-        found = jax.block_until_ready(jax.jit(lambda *xs: run(*xs))(*args))
-        return found, counter.result()
-
-
 def has_kernel(lowered):
     return 'xla_cpu_small_call = "true"' in lowered.as_text()
-
-
-def close(ours, theirs, rtol=1e-5):
-    for x, y in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=1e-6)
 
 
 def repeated(change):
@@ -86,7 +79,7 @@ def simulated(trips):
 def test_loops_give_what_they_give_one_by_one_in_the_steps_that_are_simulated(counts):
     n = jnp.asarray(COUNTS[counts], jnp.int32)
     x = jnp.asarray(RNG.normal(size=(len(n), 4)), jnp.float32)
-    found, ran = lanes(steps, n, x)
+    found, ran = run_counted(steps, n, x)
     close(found, loop(steps, n, x))
     assert {(c.width, c.steps, c.needed) for c in ran} == {
         x for x in simulated(COUNTS[counts]) if x[1]
@@ -104,7 +97,7 @@ def test_which_loops_are_packed():
     assert not packs(1024, 20, 5e4)  # a step is started for longer than it runs
     assert not packs(1 << 16, 263, 5e4)  # cores share a step of all
     n, x = jnp.asarray(COUNTS["geometric"], jnp.int32), jnp.ones((300, 4), jnp.float32)
-    widths = lambda fn, **how: {c.width for c in lanes(fn, n, x, **how)[1]}  # noqa: E731
+    widths = lambda fn, **how: {c.width for c in run_counted(fn, n, x, **how)[1]}  # noqa: E731
     assert widths(steps) == {300, PLACES}
     assert widths(repeated(jnp.sort)) == {300, 75}  # no kernel sorts: it narrows
     assert widths(steps, mode="lockstep") == set()
@@ -264,7 +257,7 @@ def test_constants_are_operands_of_kernels():
 def test_nan_random_keys_and_lanes_that_do_not_run():
     n = jnp.asarray(COUNTS["geometric"], jnp.int32)
     x = jnp.asarray(RNG.normal(size=(300, 4)), jnp.float32).at[7].set(np.nan)
-    close(lanes(steps, n, x)[0], loop(steps, n, x))
+    close(run_counted(steps, n, x)[0], loop(steps, n, x))
     keys = jax.random.split(jax.random.key(0), 300)
     run = jax.jit(over_lanes(walk, keys, n, mode="auto", rule=LaneRule(step_work=2e3)))
     close(run(keys, n), loop(walk, keys, n))
