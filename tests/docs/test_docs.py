@@ -7,6 +7,8 @@ import pkgutil
 import re
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 from cases.helpers import mostly_slow
 
@@ -59,8 +61,15 @@ def test_readme_runs():
     shown = re.search(r"```\n(Plan of .*?)\.\.\.\n```", text, re.DOTALL).group(1)
     printed = []
     names = {"print": lambda x: printed.append(str(x))}
+    first = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), names)
+        first = first or dict(names)
+    params, trees, encode = first["params"], first["trees"], first["encode"]
+    loop = jax.grad(lambda p: sum(encode(p, tree) for tree in trees).sum())(params)
+    for name, slope in loop.items():
+        assert np.abs(slope).max() > 0.1, "there is something to compare"
+        np.testing.assert_allclose(first["slope"][name], slope, atol=1e-5)
     assert printed[0].startswith(shown)
     assert names["states"].shape == (2, 4)
     assert "3 calls with 25 rows" in printed[1]
