@@ -538,6 +538,8 @@ class Batched(Generic[*Given, Result]):
         """Plans what was recorded before; see `make_plan`."""
         start = time.perf_counter()
         stacked = self._stacks if stacked is None else stacked
+        if session.projections and isinstance(policy, Adaptive) and not (gradient or keeps):
+            records = session.projections.cut(records)
         again = plan_again(
             session, records, arrays, policy, num_known, gradient, keeps, stacked, seconds, tracers
         )

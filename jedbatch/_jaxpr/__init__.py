@@ -8,50 +8,51 @@ Read in this order:
    arrays are.
 2. `versions`: Differences between versions of JAX: 0.10, 0.11 and 0.12.
 3. `interpret`: Handling programs of JAX equation by equation, with public names only.
-4. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
-5. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
-6. `storage`: Storage of values: each is a row of an array that holds values of one shape and dtype.
-7. `identity`: Identity of values: the keys of everything that is remembered.
-8. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
-9. `gates`: Gates: what comes back through one result stays apart from what comes through another.
-10. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
-11. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
+4. `early_part`: A program in two: products that need some operands only, and all else.
+5. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
+6. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
+7. `storage`: Storage of values: each is a row of an array that holds values of one shape and dtype.
+8. `identity`: Identity of values: the keys of everything that is remembered.
+9. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
+10. `gates`: Gates: what comes back through one result stays apart from what comes through another.
+11. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
+12. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
-12. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
-13. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
+13. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
+14. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-14. `list_expressions`: Expressions of programs of lists of any length.
-15. `rolling`: Programs of a list of values as programs of lists of any length.
-16. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+15. `list_expressions`: Expressions of programs of lists of any length.
+16. `rolling`: Programs of a list of values as programs of lists of any length.
+17. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-17. `trip_counts`: Trip counts of loops, as far as their programs say.
-18. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+18. `trip_counts`: Trip counts of loops, as far as their programs say.
+19. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-19. `registers`: Basic blocks, and the registers of values that live between them.
-20. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+20. `registers`: Basic blocks, and the registers of values that live between them.
+21. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-21. `program_counters`: A machine for lanes that are at different places of a program.
-22. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
+22. `program_counters`: A machine for lanes that are at different places of a program.
+23. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
    segments.
-23. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+24. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-24. `branch_residuals`: Residuals of branches, without those that are there anyway.
-25. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+25. `branch_residuals`: Residuals of branches, without those that are there anyway.
+26. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-26. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+27. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-27. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+28. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
-28. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+29. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-29. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+30. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-30. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+31. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-31. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-32. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-33. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+32. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+33. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+34. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-34. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+35. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
 """

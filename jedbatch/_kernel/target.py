@@ -100,6 +100,8 @@ class Target:
         without loops; 0 where `straight_indexed_rows` says so.
       microbatch_rows: above so many rows, regions without loops run a few calls at a time, which
         together have up to about so many (see `_ragged.microbatches`); 0 for all calls at once.
+      projection_bytes: of the weights of a product of inputs that is worth a node of its own (see
+        `_record.granularity.projections`); 0 if none is.
       control: how the next instruction is found, "loops" or "switch".
       superinstruction: opcodes in a superinstruction at most; 1 for none.
       command_buffers: what XLA:GPU puts into CUDA graphs; empty for what it does by default.
@@ -128,6 +130,7 @@ class Target:
     straight_indexed_rows: int = 1 << 17
     straight_bytes: int = 0
     microbatch_rows: int = 4096
+    projection_bytes: int = 1 << 17
     control: str = "loops"
     superinstruction: int = 1
     command_buffers: tuple[str, ...] = ()
@@ -269,6 +272,7 @@ GPU = Target(
     straight_rows=1 << 16,
     straight_bytes=4 << 30,
     microbatch_rows=0,
+    projection_bytes=0,
     control="switch",
     superinstruction=8,
     command_buffers=COMMAND_BUFFERS,

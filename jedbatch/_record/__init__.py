@@ -63,4 +63,6 @@ Read in this order:
 40. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
 41. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+42. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+   become nodes of their own.
 """

@@ -10,6 +10,7 @@ from jedbatch._graph.record import Record
 from jedbatch._graph.structures import Structure, Structures
 from jedbatch._kernel.target import Target
 from jedbatch._record.environment import Environment
+from jedbatch._record.granularity.projections import Projections
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.lane_policies import LanePolicy, least_loss
 from jedbatch._session.arguments import StackedInstances
@@ -40,6 +41,7 @@ class Session:
       structures: of the instances that were planned.
       mapped: programs for rows of arrays, by the record of an instance and where its arrays are.
       mapped_again: these, by what decides the record (see `mapped_key`).
+      projections: cut nodes in two, in plans of values alone; None where no node is to be cut.
       refilled: programs for streams, by the structure of an instance and the size of minibatches.
     """
 
@@ -57,6 +59,7 @@ class Session:
     mapped_again: dict[Hashable, MappedProgram] = field(
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
+    projections: Projections | None = None
     refilled: dict[tuple[Structure, int], RefilledProgram] = field(
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
@@ -99,6 +102,9 @@ class Session:
         limit = min(MAX_MINIBATCHES, options.cache_size) if num_bytes else 0
         session.arranged = Memory(limit, num_bytes, lambda _, arranged: arranged.nbytes)
         session.structures = Structures(options.cache_size, options.cache_bytes // 4)
+        if options.granularity is None and target.projection_bytes:
+            bounds = options.cache_size, options.cache_bytes // 4
+            session.projections = Projections(registry, target.projection_bytes, *bounds)
         return session
 
     @property

@@ -1,0 +1,250 @@
+"""Input projections: products of a cell that no recursion waits for become nodes of their own.
+
+A step of a recurrent network multiplies its input and its state by weights. Code written by hand
+multiplies the inputs of all steps at once, before the loop: then a step reads half of the weights,
+which is what takes its time in small minibatches, and one large product takes the place of many
+small ones (Appleyard, Kočiský and Blunsom, *Optimizing Performance of Recurrent Neural Networks on
+GPUs*, 2016). Cells are written step by step. So a node of a cell whose nodes depend on each other
+is cut in two, where large weights meet operands that none of its nodes has made: a node for these
+products, and one for all else.
+
+Cuts hold for plans of values alone, on a CPU. The gradient of one large product of weights is as
+fast, and what nodes give each other would have to be kept.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.paths import pointers, ranges
+from jedbatch._graph.record import Record
+from jedbatch._graph.types import NodeType, operation_of
+from jedbatch._jaxpr.early_part import Part, early_part
+from jedbatch._jaxpr.interpret import performs
+from jedbatch._jaxpr.symbolic_dims import is_ragged
+from jedbatch._record.registry import Registry
+from jedbatch._support.caches import Memory
+
+OF_NUMBERS = 4  # times the gain, where numbers enter, whose rows of a table are read there, too
+MANY_GRAPHS = 8  # that a type was seen in before it is taken for one that does not recur
+CONTROL_FLOW = ("while", "scan", "cond")
+
+
+class Cut(NamedTuple):
+    """A type of nodes as two.
+
+    Attributes:
+      first, second: their types; the second one makes the results.
+      first_reads, second_reads: positions of what they read, among the operands of the node. The
+        second one then reads the results of the first one.
+    """
+
+    first: int
+    second: int
+    first_reads: tuple[int, ...]
+    second_reads: tuple[int, ...]
+
+
+class Projections:
+    """Cuts nodes in two. Belongs to one registry.
+
+    Args:
+      registry: where types are interned.
+      least: bytes of the weights of a product that is worth a node.
+      limit, most: graphs to keep, and their bytes.
+    """
+
+    def __init__(self, registry: Registry, least: int, limit: int, most: int):
+        self._registry = registry
+        self._least = least
+        self._cuts: dict[int, Cut | None] = {}  # by node type, once that is decided
+        self._seen: dict[int, int] = {}  # in how many graphs, for other types
+        self._graphs: dict[Graph, Graph] = Memory(limit, most, lambda _, graph: graph.nbytes)
+        self._records: dict[Record, Record] = Memory(limit)
+
+    def cut(self, records: Sequence[Record]) -> Sequence[Record]:
+        """Returns the records of instances with nodes cut in two, where that pays."""
+        if any(type(r) is not Record for r in records):
+            return records
+        types = {t for graph in {r.whole for r in records} for t in graph.present_types}
+        if not types - self._cuts.keys() and not any(self._cuts[t] for t in types):
+            return records
+        return list(map(self._record, records))
+
+    def _record(self, record: Record) -> Record:
+        known = self._records.get(record)
+        if known is None:
+            graph = self._graph(record.whole)
+            if graph is record.whole:
+                return record
+            known = Record(graph, record.index, record.structure, record.types)
+            self._records[record] = known
+        return known
+
+    def _graph(self, graph: Graph) -> Graph:
+        known = self._graphs.get(graph)
+        if known is not None:
+            return known
+        self._decide(graph)
+        cuts = {t: cut for t in graph.present_types if (cut := self._cuts.get(t)) is not None}
+        if not cuts:
+            return graph
+        known = self._graphs[graph] = _with_cuts(graph, cuts, self._registry.types)
+        return known
+
+    def _decide(self, graph: Graph) -> None:
+        """Finds out which types of a graph are to be cut."""
+        new = [t for t in graph.present_types if t not in self._cuts]
+        for t in new:
+            if not _may_be_cut(graph.types[t]):
+                self._cuts[t] = None
+        new = [t for t in new if t not in self._cuts]
+        if not new:
+            return
+        late = late_operands(graph, new)
+        for t in new:
+            self._seen[t] = self._seen.get(t, 0) + 1
+            if late[t]:
+                self._cuts[t] = self._cut(t, late[t])
+            elif self._seen[t] >= MANY_GRAPHS:
+                self._cuts[t] = None
+
+    def _cut(self, node_type: int, late: set[int]) -> Cut | None:
+        registry = self._registry
+        whole = registry.node_types[node_type]
+        shared, kinds = whole.shared, registry.kinds_of(whole.operands)
+        parts = early_part(operation_of(whole).jaxpr, len(shared), [len(shared) + k for k in late])
+        if parts is None:
+            return None
+        first, second, weights = parts
+        reads_rows = any(
+            whole.operands[i - len(shared)].shape for i in first.read if i >= len(shared)
+        )
+        if weights * (1 if reads_rows else OF_NUMBERS) < self._least:
+            return None
+        name = f"inputs of {whole.name}"
+        of_first = self._type(name, ("projection", node_type), first, shared, kinds, [])
+        given = registry.kinds_of(registry.node_types[of_first].results)
+        key = ("after projection", node_type)
+        of_second = self._type(whole.name, key, second, shared, kinds, given)
+        for part in (of_first, of_second):
+            registry.lines[part] = registry.lines[node_type]
+        return Cut(
+            of_first,
+            of_second,
+            tuple(i - len(shared) for i in first.read if i >= len(shared)),
+            tuple(i - len(shared) for i in second.read if i >= len(shared)),
+        )
+
+    def _type(
+        self,
+        name: str,
+        key: tuple,
+        part: Part,
+        shared: Sequence[int],
+        kinds: Sequence[int],
+        given: Sequence[int],
+    ) -> int:
+        """Returns the id of the type of a part of a node."""
+        count = len(shared)
+        read = [kinds[i - count] for i in part.read if i >= count]
+        return self._registry.call_spec(
+            name,
+            key,
+            lambda weights, operands: part.call([*weights, *operands]),
+            tuple(shared[i] for i in part.read if i < count),
+            (*read, *given),
+            user_code=False,
+        ).node_type
+
+
+def _may_be_cut(node_type: NodeType) -> bool:
+    """Returns whether a type has operands of which one might come early, and a product."""
+    operation = operation_of(node_type)
+    if len(node_type.operands) < 2 or operation.lists is not None:
+        return False
+    if any(is_ragged(t.shape) for t in (*node_type.operands, *node_type.results)):
+        return False
+    program = operation.jaxpr
+    return performs(program, "dot_general") and not performs(program, *CONTROL_FLOW)
+
+
+def late_operands(graph: Graph, types: Sequence[int]) -> dict[int, set[int]]:
+    """Returns positions of operands that a type's own nodes had a part in making, by type.
+
+    Types are what counts: nodes of one type that depend on each other through another one.
+    """
+    inner = np.flatnonzero(graph.operand >= 0)
+    node = graph.operand_reader[inner]
+    reader = graph.node_type[node].astype(np.int64)
+    maker = graph.node_type[graph.value_node[graph.operand[inner]]]
+    position = inner - graph.operand_ptr[node]
+    most = int(position.max(initial=0)) + 1
+    code = np.unique((reader * most + position) * len(graph.types) + maker)
+    readers: dict[int, set[int]] = {}
+    edges = []
+    for each in code.tolist():
+        place, made_by = divmod(each, len(graph.types))
+        read_by, at = divmod(place, most)
+        readers.setdefault(made_by, set()).add(read_by)
+        edges.append((made_by, read_by, at))
+    late = {}
+    for t in types:
+        reached, new = {t}, [t]
+        while new:
+            new = [r for x in new for r in readers.get(x, ()) if r not in reached]
+            reached.update(new)
+        late[t] = {at for made_by, read_by, at in edges if read_by == t and made_by in reached}
+    return late
+
+
+def _with_cuts(graph: Graph, cuts: dict[int, Cut], types: tuple[NodeType, ...]) -> Graph:
+    """Returns a graph whose nodes of some types are two nodes, one after the other."""
+    has_cut = np.zeros(len(types), bool)
+    has_cut[list(cuts)] = True
+    is_cut = has_cut[graph.node_type]
+    before = pointers(is_cut)  # nodes more, up to each node
+    place = np.arange(len(is_cut)) + before[1:]  # of the node that makes the results
+    node_type = np.empty(len(is_cut) + before[-1], np.int32)
+    arity = np.empty(len(node_type), np.int64)
+    node_type[place], arity[place] = graph.node_type, np.diff(graph.operand_ptr)
+    nodes = {t: np.flatnonzero(graph.node_type == t) for t in cuts}
+    results = np.array([t.num_results for t in types])
+    for t, cut in cuts.items():
+        second = place[nodes[t]]
+        node_type[second - 1], node_type[second] = cut.first, cut.second
+        arity[second - 1] = len(cut.first_reads)
+        arity[second] = len(cut.second_reads) + results[cut.first]
+    value_ptr, operand_ptr = pointers(results[node_type]), pointers(arity)
+    value = ranges(value_ptr[place], graph.num_results)
+
+    def renumbered(read: np.ndarray) -> np.ndarray:
+        return np.where(read >= 0, value[np.maximum(read, 0)], read).astype(np.int32)
+
+    read = renumbered(graph.operand)
+    operand = np.empty(operand_ptr[-1], np.int32)
+    kept = np.flatnonzero(~is_cut)
+    operand[ranges(operand_ptr[place[kept]], arity[place[kept]])] = read[
+        ranges(graph.operand_ptr[kept], arity[place[kept]])
+    ]
+    for t, cut in cuts.items():
+        second, of_node = place[nodes[t]], graph.operand_ptr[nodes[t]][:, None]
+        made = value_ptr[second - 1][:, None] + np.arange(results[cut.first])
+        for at, columns in (
+            (second - 1, read[of_node + np.array(cut.first_reads)]),
+            (second, np.hstack([read[of_node + np.array(cut.second_reads, int)], made])),
+        ):
+            operand[operand_ptr[at][:, None] + np.arange(columns.shape[1])] = columns
+    return Graph(
+        types,
+        node_type,
+        operand_ptr,
+        operand,
+        graph.inputs,
+        renumbered(graph.outputs),
+        graph.node_ptr + before[graph.node_ptr],
+        graph.input_ptr,
+        graph.output_ptr,
+    )
