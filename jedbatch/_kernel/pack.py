@@ -23,8 +23,11 @@ So is elementwise work: an LSTM with one logistic of three gates that lie next t
 
 Vectors are concatenated to save a product, which moves one row per instance. Matrices, as in an
 MV-RNN, are not: it took 1.6 of the time of two products (8 instances, 64 × 64). Two products of
-the same matrix are one, though; unless different results depend on them and a derivative on the
-way may be infinite, as zeros that come back through one would meet it (see `_jaxpr.zeros`).
+the same matrix are one, though.
+
+Where a derivative on the way to rows or weights may be infinite, as that of `sqrt(w)`, products
+that different results depend on stay apart: zeros that come back through one would meet it (see
+`_jaxpr.zeros`).
 
 A product `W x` alone is written anew too, as `x` times the transpose of W: two to thirty rows times
 a matrix take XLA:CPU up to twice as long if it sums over the last axis of the matrix.
@@ -35,7 +38,7 @@ a sum of products to sums of products, if that makes fewer products in the end.
 
 import functools
 import graphlib
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -214,16 +217,25 @@ def make_table(
         for v in eqn.outvars:
             needs[v] = columns_read | sum(1 << c for c in (sums[v].columns if v in sums else ()))
     heights = {r: products[0].height for (r, _), products in entries.items()}
-    leads = _leads_of_columns(jaxpr, rows, columns)
+    leads = _leads_of_columns(jaxpr, sums, len(columns))
+    steep = _steep(jaxpr)
+    rows_are_flat = steep.isdisjoint(rows)
 
     def content(place: tuple[int, int]) -> Array:
         """The factors; matrices are not stacked, so nothing equals theirs."""
         factors = [(same[p.weight], p.weight_axis) for p in entries[place]]
-        return place if entries[place][0].kind.free else (leads[place[1]], *factors)
+        apart = None if rows_are_flat else leads[place[1]]
+        return place if entries[place][0].kind.free else (apart, *factors)
+
+    def kind(c: int) -> Hashable:
+        """What is made of weights by a derivative that may be infinite goes by its results."""
+        column = columns[c]
+        of_weights = [*column.constants, *(p.weight for p in column.products)]
+        return column.products[0].kind, None if steep.isdisjoint(of_weights) else leads[c]
 
     table = ProductTable(
         {place: content(place) for place in entries},
-        [column.products[0].kind for column in columns],
+        list(map(kind, range(len(columns)))),
         [needs.get(v, 0) for v in rows],
         [heights[r] for r in range(len(rows))],
         [column.products[0].width for column in columns],
@@ -231,24 +243,27 @@ def make_table(
     return Grid(list(rows), columns, entries), table
 
 
-def _leads_of_columns(
-    jaxpr: OpenProgram, rows: Iterable[Any], columns: Sequence[Column]
-) -> list[Sources]:
-    """Returns the results that depend on each column; none if rows have finite derivatives."""
+def _steep(jaxpr: OpenProgram) -> set[Any]:
+    """Returns the variables on the way to which a derivative may be infinite."""
     steep: set[Any] = set()
     for eqn in jaxpr.eqns:
         if not (steep.isdisjoint(reads(eqn)) and has_finite_derivatives([eqn])):
             steep.update(eqn.outvars)
+    return steep
+
+
+def _leads_of_columns(jaxpr: OpenProgram, sums: Mapping[Var, Sum], count: int) -> list[Sources]:
+    """Returns the results that depend on each column."""
     leads: dict[Any, Sources] = {}
-    if not steep.isdisjoint(rows):
-        for k, v in enumerate(jaxpr.outvars):
-            if isinstance(v, Var):
-                leads[v] = leads.get(v, NO_SOURCES) | {k}
-        add_leads(jaxpr.eqns, leads)
-    return [
-        NO_SOURCES.union(*(leads.get(p.result, NO_SOURCES) for p in column.products))
-        for column in columns
-    ]
+    for k, v in enumerate(jaxpr.outvars):
+        if isinstance(v, Var):
+            leads[v] = leads.get(v, NO_SOURCES) | {k}
+    add_leads(jaxpr.eqns, leads)
+    found = [NO_SOURCES] * count
+    for v, (columns, _) in sums.items():
+        for c in columns:
+            found[c] |= leads.get(v, NO_SOURCES)
+    return found
 
 
 # --- the program that computes it ---

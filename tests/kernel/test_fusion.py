@@ -383,6 +383,24 @@ def test_products_that_different_results_depend_on(steep, x64):
     assert_close(gradient, jax.grad(lambda p: number(cell(p, x)[0]))(p), 1e-12)
 
 
+def test_products_with_roots_of_weights(x64):
+    """They stay apart from those that other results depend on, not from others."""
+
+    def cell(p, x, y):
+        root, sine = jnp.sqrt(0 * p["W"]), jnp.sin(p["U"])
+        return x @ jnp.tanh(p["U"]), x @ sine, x @ root, x @ root + y @ sine, y @ root
+
+    p, x, y = params("W U"), array(9), array(10)
+    assert products(cell, p, x, y) == (6, 4)
+    batched = jedbatch.batch(jedbatch.cell(cell), in_axes=(None, 0, 0), out_axes=None)
+    plan = batched.plan(p, [x, x], [y, x])
+    for k, reads_roots in enumerate([False, False, True, True, True]):
+        gradient = jax.grad(lambda p, k=k: number(batched.apply(p, plan)[0][k]))(p)
+        expected = jax.grad(lambda p, k=k: number(cell(p, x, y)[k]))(p)
+        assert np.isfinite(expected["W"]).all() != reads_roots
+        assert_close(gradient, expected, 1e-12)
+
+
 def test_a_column_of_products_with_one_weight(x64):
     """Its rows could be stacked; the constant is added once."""
     run = lambda p, x, y: (x @ p["W"] + y @ p["W"] + p["b"], x @ p["U"])  # noqa: E731

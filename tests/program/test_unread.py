@@ -103,6 +103,14 @@ def chosen(w, x):
     return y.sum(), norm
 
 
+def products_with_roots(w, x):
+    """Products with what is made of the weight alone, of which two have infinite derivatives."""
+    matrix = jnp.outer(w, w)
+    biased = x @ jnp.tanh(matrix) + w, x @ matrix + jnp.linalg.norm(0 * matrix, axis=0)
+    rows = jnp.outer(x, x)
+    return *biased, rows @ jnp.tanh(matrix), rows @ jnp.sqrt(0 * matrix)
+
+
 def by_batch(fn, w, xs, **options):
     return jedbatch.batch(fn, out_axes=None, **options)(w, xs)
 
@@ -148,6 +156,7 @@ CASES = {
     "multiplied": (by_plan, multiplied),
     "chosen": (by_plan, chosen),
     "chosen by lanes": (functools.partial(by_plan, control_flow="lanes"), chosen),
+    "roots of weights": (by_plan, jedbatch.cell(products_with_roots)),
     "export": (by_export, norms),
     "mesh": (by_mesh, norms),
     "scope": (by_scope, norms),
