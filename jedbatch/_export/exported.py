@@ -39,11 +39,9 @@ from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble, results_from
 from jedbatch._program.plan import Host, Plan, input_name
 from jedbatch._program.returned import (
-    all_or_none_exist,
     bits_of,
     joined,
     leaf_numbers,
-    rows_wanted,
     split_outputs,
 )
 from jedbatch._schedule.fsm import FSM
@@ -365,11 +363,8 @@ class Exported:
             numbers = leaf_numbers(static.results, signature.arenas)
             bits = bits_of(numbers, exist)
             self._refuse(reverse, int(bits[0]) if reverse.tells else None, moving)
-            # Some instances may not be read. The host says so, where it knows the minibatch.
-            if plan.host and not all_or_none_exist(signature.arenas, numbers, exist):
-                placed = plan.host.placed
-                wanted = rows_wanted(placed, signature.arenas, exist, batch)
-                table = handed_over(lowered_reverse(placed, static.results, variant, wanted)[0])
+            if reverse.marks:
+                return reverse, table, handed_over(list(exist))
             return reverse, table, handed_over(bits) if reverse.tells else None
 
         run = Differentiable(

@@ -325,7 +325,9 @@ class Sample:
                 return find_readers(narrowed(placed, signature), signature, own, None, shares)
 
             reverse = make_ample_reverse(placed, readers_of, signature, None)
-            return signature, enlarged_reverse(reverse, sizes, used)
+            # A loss may read some instances of a list, which a plan under `jit` cannot know.
+            marks = forms[0].batch is None
+            return signature, replace(enlarged_reverse(reverse, sizes, used), marks=marks)
 
     def _placed(self, keeps: bool, reuse: bool | None) -> tuple[list[Placement], list[OutputSpec]]:
         batched, placed, forms = self._batched, [], []

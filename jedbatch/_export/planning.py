@@ -116,18 +116,9 @@ def lowered(placed: Placement, variant: Variant) -> Lowered:
 
 
 def lowered_reverse(
-    placed: Placement,
-    form: OutputSpec,
-    variant: Variant,
-    wanted: Sequence[np.ndarray] | None = None,
+    placed: Placement, form: OutputSpec, variant: Variant
 ) -> tuple[np.ndarray, tuple[Refused, ...]]:
     """Returns the table of the reverse of a minibatch, and what cannot be differentiated.
-
-    Args:
-      placed: the minibatch.
-      form: of its results.
-      variant: the programs.
-      wanted: for each arena, bool[outputs], what is differentiated; None if all is.
 
     Raises:
       ValueError: it does not fit.
@@ -136,7 +127,7 @@ def lowered_reverse(
     assert reverse is not None
     numbers = [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
     leaves = [np.minimum(x, MAX_RESULTS - 1) for x in numbers] if reverse.tells else None
-    readers = find_readers(placed, signature, leaves, wanted, reverse.sent is not None)
+    readers = find_readers(placed, signature, leaves, None, reverse.sent is not None)
     need = reverse_need(placed, readers, signature)
     excess = beyond(reverse.capacity, need)
     count = len(readers.encoded(reverse.instructions))

@@ -44,7 +44,7 @@ NEEDS_FLATBUFFERS = (
     "write `pip install 'jedbatch[export]'`."
 )
 CORE = "-core"  # after the name of a program that calls the compiled core
-REVERSE_SIZES = ("readers", "input_readers", "sums", "sent", "num_instructions", "tells")
+REVERSE_SIZES = ("readers", "input_readers", "sums", "sent", "num_instructions", "tells", "marks")
 
 
 def default_platform() -> str:
@@ -352,15 +352,18 @@ def programs_of_variant(
     state = jax.eval_shape(lambda *args: fused._save(*args)[1], shared, inputs, table)
     leaves, structure = jax.tree.flatten(state)
     moving = [has_gradient(dtype) for _, dtype in kinds]
-    tables = [table, jax.ShapeDtypeStruct((reverse.form.size,), i32)]
-    tables += [jax.ShapeDtypeStruct((1,), i32)] if reverse.tells else []
+    tables: list[Any] = [table, jax.ShapeDtypeStruct((reverse.form.size,), i32)]
+    if reverse.marks:
+        tables.append([jax.ShapeDtypeStruct((n,), jax.numpy.bool_) for n in signature.outputs])
+    elif reverse.tells:
+        tables.append(jax.ShapeDtypeStruct((1,), i32))
     given = [x for x, moves in zip(rows(signature.outputs), moving, strict=True) if moves]
     there: list[Any] = []
 
     def back(shared: Any, tables: Any, values: Any, cotangents: Any) -> Any:
         each = iter(cotangents)
         outputs = [next(each) if moves else None for moves in moving]
-        own = (*tables, *([] if reverse.tells else [None]))
+        own = (*tables, *([] if reverse.tells or reverse.marks else [None]))
         state = jax.tree.unflatten(structure, values)
         of_shared, of_inputs = fused._reverse(reverse, shared, own, state, outputs)
         there[:] = [tuple(x is not None for x in part) for part in (of_shared, of_inputs)]

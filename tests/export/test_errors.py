@@ -169,7 +169,7 @@ def test_files(exported, tmp_path):
     with pytest.raises(FileNotFoundError):
         Exported.load(path)
     newer = changed(exported, version=archive.VERSION + 1, jedbatch="9.9")
-    with pytest.raises(ValueError, match=r"version 2, written by jedbatch 9\.9"):
+    with pytest.raises(ValueError, match=r"version 3, written by jedbatch 9\.9"):
         Exported.deserialize(newer)
     for bad in (b"", data[:-9], data[:300] + b"x" + data[301:], b"x" * 99, newer[:50]):
         path.write_bytes(bad)

@@ -126,10 +126,14 @@ def by_stacked(fn, w, xs):
     return [(first, second)]
 
 
-def by_export(fn, w, xs):
+def exported_and_planned(fn, xs):
     batched = jedbatch.batch(fn, out_axes=None)
     exported = Exported.deserialize(batched.export(WEIGHT, xs, gradient=True).serialize())
-    plan = exported.plan(batched.graph(WEIGHT, xs).split(), gradient=True)
+    return exported, exported.plan(batched.graph(WEIGHT, xs).split(), gradient=True)
+
+
+def by_export(fn, w, xs):
+    exported, plan = exported_and_planned(fn, xs)
     return exported.apply(w, plan)
 
 
@@ -225,6 +229,13 @@ def test_unread_instances_add_nothing(run):
     expected = slope(lambda fn, w, xs: [fn(w, x) for x in xs])
     assert np.isfinite(expected).all()
     assert_close(slope(run), expected, 1e-5)
+
+
+def test_unread_instances_of_plans_that_a_jit_takes():
+    exported, plan = exported_and_planned(root, XS)
+    step = jax.jit(jax.grad(lambda w, plan: sum(y for (y,) in exported.apply(w, plan)[1:])))
+    expected = jax.grad(lambda w: sum(root(w, x)[0] for x in XS[1:]))(WEIGHT)
+    assert_close(step(WEIGHT, plan), expected, 1e-5)
 
 
 @jax.custom_vjp
