@@ -61,7 +61,7 @@ _FINITE = names_in(
     "copy cos cumsum dim_as_value dot_general dynamic_slice expand_dims gather reshape slice",
     "squeeze transpose",
     "dynamic_update_slice eq floor ge gt iota le logistic lt max min mul ne neg not or pad",
-    "reduce_max reduce_min reduce_sum rev scatter scatter-add select_n sign sin split square",
+    "reduce_sum rev scatter scatter-add select_n sign sin split square",
     "stop_gradient sub tanh",
 )
 # Of these, those whose derivatives are not where an operand is infinite, or no number.

@@ -111,6 +111,17 @@ def products_with_roots(w, x):
     return *biased, rows @ jnp.tanh(matrix), rows @ jnp.sqrt(0 * matrix)
 
 
+@jedbatch.cell
+def maxima(w, x):
+    """Maxima of what is no number, which no element equals: in a loop, and of the weight alone."""
+
+    def step(y, _):
+        return jnp.tanh(w * y), jnp.max(jnp.nan * y) * w
+
+    y, largest = jax.lax.scan(step, w * x, None, 2)
+    return y, largest, x * jnp.max(jnp.nan * w)
+
+
 def by_batch(fn, w, xs, **options):
     return jedbatch.batch(fn, out_axes=None, **options)(w, xs)
 
@@ -161,6 +172,7 @@ CASES = {
     "chosen": (by_plan, chosen),
     "chosen by lanes": (functools.partial(by_plan, control_flow="lanes"), chosen),
     "roots of weights": (by_plan, jedbatch.cell(products_with_roots)),
+    "maxima": (by_plan, maxima),
     "export": (by_export, norms),
     "mesh": (by_mesh, norms),
     "scope": (by_scope, norms),

@@ -138,6 +138,17 @@ def loop_of_a_few_steps(weight, graph):
     return jax.lax.scan(step, (graph[0] @ weight).sum(0), None, 3)
 
 
+def maxima_of_no_numbers(weight, graph):
+    """Maxima of what is no number, which no element equals: in a loop, and of the weight alone."""
+
+    def step(total, row):
+        total = jnp.tanh(total + row)
+        return total, jnp.max(jnp.nan * row) * total
+
+    total, maxima = jax.lax.scan(step, jnp.zeros(2), graph[0] @ weight)
+    return total, maxima, (graph[0] @ (weight * jnp.min(jnp.nan * weight))).sum()
+
+
 @jax.custom_vjp
 def straight(x):
     return jnp.round(x)
@@ -159,6 +170,7 @@ FUNCTIONS = [
     loop_that_carries_two,
     loop_that_multiplies_infinities,
     loop_of_a_few_steps,
+    maxima_of_no_numbers,
     roots_of_rounded_weights,
     norms_of_rows,
     norm_of_edges,
