@@ -16,43 +16,45 @@ Read in this order:
 9. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
 10. `gates`: Gates: what comes back through one result stays apart from what comes through another.
 11. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
-12. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
+12. `meshes`: Types of arrays where a mesh is set: how they are cut over it, and along which axes
+   they vary.
+13. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
-13. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
-14. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
+14. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
+15. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-15. `list_expressions`: Expressions of programs of lists of any length.
-16. `rolling`: Programs of a list of values as programs of lists of any length.
-17. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+16. `list_expressions`: Expressions of programs of lists of any length.
+17. `rolling`: Programs of a list of values as programs of lists of any length.
+18. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-18. `trip_counts`: Trip counts of loops, as far as their programs say.
-19. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+19. `trip_counts`: Trip counts of loops, as far as their programs say.
+20. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-20. `registers`: Basic blocks, and the registers of values that live between them.
-21. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+21. `registers`: Basic blocks, and the registers of values that live between them.
+22. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-22. `program_counters`: A machine for lanes that are at different places of a program.
-23. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
+23. `program_counters`: A machine for lanes that are at different places of a program.
+24. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
    segments.
-24. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+25. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-25. `branch_residuals`: Residuals of branches, without those that are there anyway.
-26. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+26. `branch_residuals`: Residuals of branches, without those that are there anyway.
+27. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-27. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+28. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-28. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+29. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
-29. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+30. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-30. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+31. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-31. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+32. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-32. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-33. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-34. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+33. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+34. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+35. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-35. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+36. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
 """

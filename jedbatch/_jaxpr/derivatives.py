@@ -23,7 +23,7 @@ a and b of cotangents are exchanged.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,15 @@ from jax.extend.core import Primitive, Var, set_current_trace
 from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 
+from jedbatch._jaxpr.configuration import without_mesh
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.meshes import (
+    cut_as,
+    on_mesh_of,
+    on_no_mesh,
+    run_on_no_mesh,
+    varying_alike,
+)
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._support.types import Array
 
@@ -51,6 +59,7 @@ class DifferentiableProgram:
       marks: from (arguments, some numbers for each, or None) to a list of bool[...]: where these
         numbers, the arguments or tangents of theirs, are not zeros. None if `run` does not ask.
       run_marked: from (marks, arguments) to what `run` returns.
+      on_mesh: whether it runs on the devices of a mesh by itself, and so is told of meshes.
     """
 
     def __init__(
@@ -63,11 +72,17 @@ class DifferentiableProgram:
     ):
         """Prepares a program; `run` takes marks first if there are `marks`."""
         self.marks = marks
+        self.on_mesh = False
         self.run_marked: Callable = run if marks else lambda _, *args: run(*args)
         self.run: Callable = self._run_asking if marks else run
         self.pull_back = pull_back
         self.types = types
         self.known: Callable = run_known or (lambda *args: (bind_program(self, args), []))
+
+    def like(self, other: "DifferentiableProgram") -> Self:
+        """Returns this program, which runs where another one does."""
+        self.on_mesh = other.on_mesh
+        return self
 
     def _run_asking(self, *args: Array) -> list[Array]:
         """Returns what the program returns; its arguments are asked first where they are zeros."""
@@ -93,6 +108,7 @@ class WithTangents(DifferentiableProgram):
     def __init__(self, of: DifferentiableProgram, which: Sequence[bool]):
         run = self._run_marked if of.marks else functools.partial(self._run_marked, ())
         super().__init__(run, self._pull_back, marks=of.marks and self._marks)
+        self.like(of)
         self.of = of
         self.moving = [i for i, there in enumerate(which) if there]
         self.num_args = len(which)
@@ -120,7 +136,7 @@ class WithTangents(DifferentiableProgram):
 
         if self.marks is None:
             run = functools.partial(run, ())
-        return DifferentiableProgram(run, pull_back, marks=self.marks)
+        return DifferentiableProgram(run, pull_back, marks=self.marks).like(self)
 
     def _marks(self, operands: Partial, numbers: Partial) -> list[Array]:
         """Returns where some numbers, or the tangents among them, are not zeros."""
@@ -234,7 +250,7 @@ def _batched(
     run, known = mapped(program.run, axes), mapped(program.known, axes)
     marks_of_one = program.marks
     if marks_of_one is None:
-        return DifferentiableProgram(run, pull_back, known)
+        return DifferentiableProgram(run, pull_back, known).like(program)
 
     def marks(args: Partial, numbers: Partial) -> Any:
         there = [None if x is None else dim for x, dim in zip(numbers, dims, strict=True)]
@@ -242,7 +258,7 @@ def _batched(
         return list(found)
 
     run = mapped(program.run_marked, (0, *axes))
-    return DifferentiableProgram(run, pull_back, known, marks=marks)
+    return DifferentiableProgram(run, pull_back, known, marks=marks).like(program)
 
 
 def _to(dim: int | None, x: Array) -> Array:
@@ -253,6 +269,7 @@ def _to(dim: int | None, x: Array) -> Array:
 def bind_program(program: DifferentiableProgram, args: Sequence[Array]) -> list[Array]:
     """Runs a program, whatever transforms it."""
     primitive = with_tangents_p if isinstance(program, WithTangents) else program_p
+    args = args if program.on_mesh else varying_alike(args)
     return primitive.bind(*args, program=program)
 
 
@@ -340,12 +357,42 @@ def _run_traced(*args: Array, program: DifferentiableProgram) -> list[Array]:
 
 def _result_types(*avals: Any, program: DifferentiableProgram) -> list[Any]:
     if not isinstance(program, WithTangents):
-        if program.types is not None and jax.sharding.get_abstract_mesh().empty:
-            return list(program.types(*avals))
-        return list(jax.make_jaxpr(program.traced)(*avals).out_avals)
+        if program.on_mesh:
+            return list(jax.make_jaxpr(program.traced)(*avals).out_avals)
+        with without_mesh():
+            of_no_mesh = list(map(on_no_mesh, avals))
+            if program.types is not None:
+                results = list(program.types(*of_no_mesh))
+            else:
+                results = list(jax.make_jaxpr(program.traced)(*of_no_mesh).out_avals)
+        return [on_mesh_of(avals, x) for x in results]
     results = _result_types(*avals[: program.num_args], program=program.of)
     program.note(results)
     return [*results, *(x.to_tangent_aval() for x in results if has_gradient(x.dtype))]
+
+
+def _running(run: Callable) -> Callable:
+    """Returns the rule by which a program runs on arrays that are there: as on no mesh."""
+
+    def rule(*args: Array, program: DifferentiableProgram, **params: Any) -> list[Array]:
+        own = functools.partial(run, program=program, **params)
+        return own(*args) if program.on_mesh else run_on_no_mesh(own, args)
+
+    return rule
+
+
+def _lowering(run: Callable) -> Callable:
+    """Returns the rule by which XLA gets what runs a program: as on no mesh."""
+    lower = mlir.lower_fun(run, multiple_results=True)
+
+    def rule(context: Any, *args: Any, **params: Any) -> Any:
+        if params["program"].on_mesh:
+            return lower(context, *args, **params)
+        avals = [list(map(on_no_mesh, x)) for x in (context.avals_in, context.avals_out)]
+        with without_mesh():
+            return lower(context.replace(avals_in=avals[0], avals_out=avals[1]), *args, **params)
+
+    return rule
 
 
 def _push(
@@ -388,11 +435,11 @@ def _batch(axis: Any, args: Partial, dims: Any, *, program: DifferentiableProgra
 
 
 for _p in (program_p, with_tangents_p):
-    _p.def_impl(_run_program)
+    _p.def_impl(_running(_run_program))
     _p.def_abstract_eval(_result_types)
     ad.primitive_jvps[_p] = _push
     batching.fancy_primitive_batchers[_p] = _batch
-    mlir.register_lowering(_p, mlir.lower_fun(_run_traced, multiple_results=True))
+    mlir.register_lowering(_p, _lowering(_run_traced))
 
 
 def _split(trace: object, *tracers: Array, program: WithTangents) -> list[Any]:
@@ -482,7 +529,7 @@ def _transpose_tangents(
     return [
         *([None] * (len(args) + len(residuals))),
         *(
-            (ad.Zero(t.aval) if back[i] is None else back[i]) if is_linear else None
+            (ad.Zero(t.aval) if back[i] is None else cut_as(t.aval, back[i])) if is_linear else None
             for i, t, is_linear in zip(program.moving, tangents, linear, strict=True)
         ),
     ]
@@ -509,7 +556,7 @@ def _batch_tangents(
         *tangents,
         program=many,
         count=count,
-        avals=tuple(ShapedArray((axis.size, *a.shape), a.dtype) for a in avals),
+        avals=tuple(on_mesh_of(avals, ShapedArray((axis.size, *a.shape), a.dtype)) for a in avals),
     )
     return outs, [0] * len(outs)
 
@@ -518,9 +565,9 @@ def _at_front(x: Array, dim: int | None, size: int) -> Any:
     return jnp.broadcast_to(x, (size, *x.shape)) if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-tangents_p.def_impl(_run_tangents)
+tangents_p.def_impl(_running(_run_tangents))
 tangents_p.def_abstract_eval(lambda *_, avals, **__: list(avals))
 ad.primitive_jvps[tangents_p] = _push_tangents
 ad.primitive_transposes[tangents_p] = _transpose_tangents
 batching.fancy_primitive_batchers[tangents_p] = _batch_tangents
-mlir.register_lowering(tangents_p, mlir.lower_fun(_run_tangents, multiple_results=True))
+mlir.register_lowering(tangents_p, _lowering(_run_tangents))

@@ -46,6 +46,7 @@ class Symmetric(DifferentiableProgram):
         refuse: Callable[[], None] = lambda: None,
         types: Callable | None = None,
         marks: Callable | None = None,
+        on_mesh: bool = False,
     ):
         """Prepares a program.
 
@@ -58,13 +59,15 @@ class Symmetric(DifferentiableProgram):
           types: see `DifferentiableProgram`.
           marks: from (arguments, cotangents of the results, None where there is none) to a list of
             bool[...]: where these are not zeros. None if `pull_back` does not ask.
+          on_mesh: see `DifferentiableProgram`.
         """
         super().__init__(run, self._pull_back, self._known, types)
         self.run_known = known
         self.marks_of_cotangents = marks
         self.sweep: Callable = pull_back if marks else lambda *args: pull_back(*args[:-1])
         self.refuse = refuse
-        self.save = DifferentiableProgram(self._save, self._pull_back_save)
+        self.on_mesh = on_mesh
+        self.save = DifferentiableProgram(self._save, self._pull_back_save).like(self)
         self.num_results = 0  # known once it has run
         self._reverses: dict[tuple, _Reverse] = {}
 
@@ -109,6 +112,7 @@ class _Reverse(DifferentiableProgram):
     def __init__(self, of: Symmetric, num_args: int, cotangents: Partial, wanted: Sequence[bool]):
         run = self._run if of.marks_of_cotangents else functools.partial(self._run, ())
         super().__init__(run, self._pull_back, marks=of.marks_of_cotangents and self._marks)
+        self.like(of)
         self.of = of
         self.num_args = num_args
         self.num_results = len(cotangents)
@@ -171,6 +175,7 @@ class _Both(DifferentiableProgram):
     def __init__(self, reverse: _Reverse, wanted: Sequence[bool]):
         run = self._run if reverse.marks else functools.partial(self._run, ())
         super().__init__(run, self._pull_back, marks=reverse.marks and self._marks)
+        self.like(reverse)
         self.reverse = reverse
         self.wanted = wanted
 

@@ -40,6 +40,7 @@ class Differentiable:
         permit: Callable,
         reverse_of: Callable,
         refuse: Callable[[], None] | None = None,
+        on_mesh: bool = False,
     ):
         """Prepares a program.
 
@@ -55,6 +56,7 @@ class Differentiable:
             signature and its tables, when they are needed.
           refuse: raises an error if it must not be differentiated in reverse mode twice; by default
             if some kernel has rules of the user's for the reverse.
+          on_mesh: whether it runs on the devices of a mesh by itself.
         """
         self.executor_of = executor_of
         self.signature = signature
@@ -65,7 +67,7 @@ class Differentiable:
         # of arguments, results and what is kept; known once it has run
         self.tree = self.pieces = self.state = jax.tree.structure(None)
         refuse = refuse or functools.partial(refuse_rules_of, signature)
-        self.program = Symmetric(self._run, self._known, self._pull_back, refuse)
+        self.program = Symmetric(self._run, self._known, self._pull_back, refuse, on_mesh=on_mesh)
 
     def __call__(self, *args: Any) -> Pieces:
         """The rows returned from each arena, in pieces."""

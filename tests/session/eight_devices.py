@@ -138,6 +138,53 @@ def check_meshes_that_are_set():
     assert_close(want, run(PARAMS, batched.plan(PARAMS, instances)))
 
 
+def check_plans_for_one_device_where_a_mesh_is_set():
+    """Parameters are whole or cut along an explicit axis; their gradients are cut as they are."""
+    batched, instances = jedbatch.batch(encode), trees(4)
+    plan = batched.plan(PARAMS, instances)
+    _, (_, want) = judged(encode, *instances)
+    run = jax.grad(lambda p: squared(batched.apply(p, plan)))
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Explicit,), devices=DEVICES[:2])
+    with jax.set_mesh(mesh):
+        for given in (PARAMS, put(lambda x: P(None, "model"), mesh)):
+            assert_close(want, run(given))
+            found = jax.jit(run)(given)
+            assert_close(want, found)
+            assert found["w"].sharding.spec[1:] == jax.typeof(given["w"]).sharding.spec[1:]
+        many = jax.tree.map(lambda x: jnp.stack([x, x]), PARAMS)
+        assert_close(want, jax.tree.map(lambda x: x[1], jax.jit(jax.vmap(run))(many)))
+
+
+def check_inside_of_shard_map():
+    """Inputs of each device are its own, and cotangents of parameters that all share add up."""
+    mesh = Mesh(DEVICES[:2], ("data",))
+    batched, instances = jedbatch.batch(encode), trees(4)
+    plan = batched.plan(PARAMS, instances)
+    rows = jax.tree.map(lambda x: jnp.stack([x, jnp.flip(x)]), plan.inputs)
+    many = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), PARAMS)
+    mapped = functools.partial(jax.shard_map, mesh=mesh)
+
+    def loss(p, inputs):
+        return squared(batched.apply(p, plan, inputs=inputs))
+
+    def of_own(p, inputs):
+        own = jax.tree.map(lambda x: x[0], inputs)
+        return jax.lax.psum(loss(p, own), "data")
+
+    each = [jax.tree.map(lambda x, i=i: x[i], rows) for i in range(2)]
+    want = jax.grad(lambda p: sum(loss(p, own) for own in each))(PARAMS)
+    inside = mapped(jax.grad(of_own), in_specs=(P(), P("data")), out_specs=P())
+    for run in (inside, jax.grad(mapped(of_own, in_specs=(P(), P("data")), out_specs=P()))):
+        assert_close(want, jax.jit(run)(PARAMS, rows))
+
+    def product(p):  # of the Hessian and p
+        return jax.jvp(jax.grad(lambda p: loss(jax.tree.map(lambda x: x[0], p), each[0])), [p], [p])
+
+    found = jax.jit(mapped(product, in_specs=P("data"), out_specs=P("data")))(many)
+    every = jax.vmap(lambda p: product(jax.tree.map(lambda x: x[None], p)))(many)
+    assert_close(jax.tree.map(lambda x: x[:, 0], every), found)
+
+
 def check_costs_not_counts():
     """The largest tree has a device of its own."""
     chain = 1
