@@ -3,7 +3,9 @@
 Python decides on the value of an array in the middle of a function: in an `if`, a `while`, an
 `int()`. The function must stop right there, let the other instances go on, and continue later as
 if nothing had happened. Greenlets do that: each instance is one, with a Python stack of its own,
-and switching takes less than a microsecond.
+and switching takes less than a microsecond. To begin one takes ten times as long, since Python asks
+the system for its stack. So greenlets whose instance is done are *parked*, for instances of later
+calls.
 
 JAX keeps the trace that operations go to per thread, not per greenlet, so a switch takes
 it along; each instance begins in the caller's context variables. Other state of the thread, such as
@@ -28,10 +30,24 @@ except ModuleNotFoundError:  # where the package runs from its tree; see `Fibers
     greenlet = None
 
 MAX_STOPS = 8  # times an instance is told to stop, in case it catches everything
+MAX_PARKED = 256  # greenlets
 
 
 def _ignore(_: int) -> None:
     """Takes no note."""
+
+
+_DONE = object()  # a greenlet says that it has done its work, and waits for more
+
+
+def _work(given: list[Callable[[], None]]) -> None:
+    """Does what a greenlet is given, again and again, in lists that it empties.
+
+    What a greenlet begins with is kept as long as it lives, and what is parked is to hold nothing.
+    """
+    while True:
+        given.pop()()
+        given = greenlet.getcurrent().parent.switch(_DONE)
 
 
 class Fibers:
@@ -46,8 +62,13 @@ class Fibers:
       owners: the instance that each fibre belongs to.
     """
 
-    def __init__(self, run: Callable[[int], None], count: int):
+    def __init__(self, run: Callable[[int], None], count: int, parked: list[Any] | None = None):
         """Makes `count` instances, of which each will do `run(instance)`.
+
+        Args:
+          run: what an instance does.
+          count: of instances.
+          parked: greenlets of this thread that wait for work; those that are done go there.
 
         Raises:
           ModuleNotFoundError: greenlet is not installed.
@@ -59,6 +80,8 @@ class Fibers:
             )
         self.waiting: dict[int, Any] = {}
         self.current = -1
+        self._parked = [] if parked is None else parked
+        self._work: dict[int, Callable[[], None]] = {}  # of fibres that have not begun
         self._hub = greenlet.getcurrent()
         self._ready: collections.deque[int] = collections.deque()
         self._fibers: dict[int, Any] = {}
@@ -73,8 +96,13 @@ class Fibers:
         """Adds a fibre of an instance, whose turn will come; returns its number."""
         fiber = len(self.owners)
         self.owners.append(instance)
-        self._fibers[fiber] = made = greenlet.greenlet(run, self._hub)
-        made.gr_context = contextvars.copy_context()
+        if self._parked:
+            taken = self._parked.pop()
+            taken.parent = self._hub
+        else:
+            taken = greenlet.greenlet(_work, self._hub)
+        taken.gr_context = contextvars.copy_context()
+        self._fibers[fiber], self._work[fiber] = taken, run
         self._ready.append(fiber)
         return fiber
 
@@ -91,6 +119,7 @@ class Fibers:
           Exception: an instance raised it; a note names the instance.
         """
         ready, fibers, owners = self._ready, self._fibers, self.owners
+        begun = self._work.pop
         instances = []
         with take_current_trace():  # each fibre sets its own, and takes it along when it waits
             while ready:
@@ -98,12 +127,14 @@ class Fibers:
                 self.current = instance = owners[fiber]
                 running = fibers[fiber]
                 try:
-                    running.switch()
+                    work = begun(fiber, None)
+                    said = running.switch() if work is None else running.switch([work])
                 except Exception as error:
                     error.add_note(f"This happened{place_of(error)} in instance {instance}.")
                     raise
-                if running.dead:
+                if said is _DONE:
                     self._end(fiber)
+                    self._park(running)
                 note(instance)
                 instances.append(instance)
         return instances
@@ -116,6 +147,12 @@ class Fibers:
             self._parts[whole] -= 1
             if not self._parts[whole]:
                 self._ready.append(whole)
+
+    def _park(self, done: Any) -> None:
+        """Keeps a greenlet for another fibre, with nothing of the one that is done."""
+        done.gr_context = None
+        if len(self._parked) < MAX_PARKED:
+            self._parked.append(done)
 
     def wait(self, reason: Any) -> None:
         """Called by an instance: returns once `resume` was called and its turn has come."""
@@ -172,6 +209,7 @@ class Fibers:
                     except Exception as error:
                         errors.append(error)
         self._fibers.clear()
+        self._work.clear()
         self.waiting.clear()
         self._ready.clear()
         return errors

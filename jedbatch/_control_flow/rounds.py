@@ -324,7 +324,8 @@ class Attempt:
         self._first_values: list[int] = []  # of these
         self._has_bound = session.programs.max_steps is not None
         self._tails: list[tuple[int, list[int]]] = []  # of turns since, by fibre
-        self._fibers = Fibers(self._record, len(call.instances))
+        parked = session.of_thread.__dict__.setdefault("greenlets", [])
+        self._fibers = Fibers(self._record, len(call.instances), parked)
 
     def turns(self) -> float:
         """Lets all instances record until they are done; returns when the last round began."""

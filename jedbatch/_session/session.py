@@ -1,5 +1,6 @@
 """`Session`: what a batched function keeps between minibatches."""
 
+import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,7 @@ class Session:
       mapped_again: these, by what decides the record (see `mapped_key`).
       projections: cut nodes in two, in plans of values alone; None where no node is to be cut.
       refilled: programs for streams, by the structure of an instance and the size of minibatches.
+      of_thread: what each thread keeps for itself.
     """
 
     registry: Registry
@@ -63,6 +65,7 @@ class Session:
     refilled: dict[tuple[Structure, int], RefilledProgram] = field(
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
+    of_thread: threading.local = field(default_factory=threading.local)
 
     @classmethod
     def empty(

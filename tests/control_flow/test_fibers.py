@@ -1,10 +1,13 @@
 """Instances that take turns, without anything to compute."""
 
 import contextvars
+import functools
+import weakref
 
+import greenlet
 import pytest
 
-from jedbatch._control_flow.fibers import MAX_STOPS, Fibers
+from jedbatch._control_flow.fibers import MAX_PARKED, MAX_STOPS, Fibers
 
 
 def run_all(fibers):
@@ -168,3 +171,84 @@ def test_who_catches_everything_is_told_again(times):
     list(fibers.turns())
     assert not fibers.close()
     assert len(told) == times
+
+
+# --- greenlets that are used again ---
+
+
+def test_greenlets_of_those_who_are_done_serve_others():
+    ran, parked = [], []
+
+    def serve(count, failing=None):
+        def run(i):
+            ran.append(greenlet.getcurrent())
+            fibers.wait(i)
+            if i == failing:
+                raise ValueError("odd")
+
+        fibers = Fibers(run, count, parked)
+        try:
+            run_all(fibers)
+        finally:
+            fibers.close()
+
+    serve(3)
+    assert set(parked) == set(ran) == set(ran[:3])
+    serve(2)
+    assert set(parked) == set(ran) == set(ran[:3])
+    with pytest.raises(ValueError, match="odd"):
+        serve(4, failing=1)
+    assert set(parked) <= set(ran[:3])  # others were stopped
+    assert len(parked) == 1
+    serve(MAX_PARKED + 2)
+    assert len(parked) == MAX_PARKED
+
+
+def test_parked_greenlets_hold_nothing_and_begin_in_the_context_of_their_caller():
+    class Thing:
+        pass
+
+    variable, parked, seen = contextvars.ContextVar("variable", default=0), [], []
+
+    def call():
+        def run(i, thing):
+            seen.append((i, variable.get()))
+            variable.set(7)
+
+        thing = Thing()
+        run_all(Fibers(functools.partial(run, thing=thing), 1, parked))
+        return weakref.ref(thing)
+
+    assert call()() is None  # with a greenlet that begins
+    variable.set(5)
+    assert call()() is None  # with one that was parked
+    assert seen == [(0, 0), (0, 5)]
+    assert variable.get() == 5
+
+
+def test_one_who_is_run_in_a_fibre_may_use_parked_greenlets():
+    parked, order = [], []
+
+    def outer(i):
+        run_all(Fibers(lambda k: order.append((i, k)), 2, parked))
+
+    run_all(Fibers(lambda i: None, 3, parked))
+    run_all(Fibers(outer, 2, parked))
+    run_all(Fibers(outer, 2, parked))
+    assert order == [(0, 0), (0, 1), (1, 0), (1, 1)] * 2
+
+
+def test_those_who_have_not_begun_are_let_go():
+    parked = []
+    run_all(Fibers(lambda i: None, 2, parked))
+
+    def run(i):
+        raise ValueError("at once")
+
+    fibers = Fibers(run, 3, parked)
+    with pytest.raises(ValueError, match="at once"):
+        list(fibers.turns())
+    assert not fibers.close()
+    ended = []
+    run_all(Fibers(ended.append, 2, parked))
+    assert ended == [0, 1]
