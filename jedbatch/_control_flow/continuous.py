@@ -193,7 +193,7 @@ class OpenAttempt(Attempt):
         computed: dict[int, np.ndarray] = {}
         if values:
             with pause():
-                found = self.workspace.compute(np.array(values), read=True)[1]
+                found = self.workspace.compute(np.array(values))[1]
             computed = dict(zip(values, found, strict=True))
         self._known.update((v, computed[v]) for v in wanted)
         left = [Left(still_open.pop(i).token, self._result(i, computed), None) for i in done]

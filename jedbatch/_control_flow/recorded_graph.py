@@ -6,7 +6,7 @@ of several rounds may be taken up together, with the lanes that they have got by
 """
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -15,10 +15,13 @@ from jedbatch._control_flow.recorded import Recorded
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import distinct, int64_of, pointers, ranges
 from jedbatch._jaxpr.storage import Kind, stored
+from jedbatch._program.capacity import round_up
 from jedbatch._program.round_template import NOT_RUN, RoundTemplate
 from jedbatch._record.fast_path import lists_of_ints
 from jedbatch._record.recorder import Recorder
-from jedbatch._record.trace import find_operands
+from jedbatch._record.trace import find_operands, host_rows
+
+References = Mapping[Kind, Sequence[int]]  # by arena: values, and inputs as `-1 - i`
 
 
 class RecordedGraph:
@@ -128,6 +131,50 @@ class RecordedGraph:
         if not all(self.is_brought(present)):
             return None
         return {g: inputs[groups == g] for g in present}
+
+    def results_given(
+        self, groups: Mapping[int, np.ndarray], returned: References
+    ) -> dict[Kind, np.ndarray]:
+        """Returns the rows that arenas return, of those that return inputs of one group alone.
+
+        Args:
+          groups: inputs that functions bring, by group.
+          returned: what each arena returns.
+        """
+        found, registry, given = {}, self.recorder.registry, self.recorder.input_value
+        for g, numbers in groups.items():
+            kind, value_type = self.kind_of_group(g), registry.value_types[registry.groups[g][1]]
+            references = returned.get(kind, ())
+            if set(references) == set((-1 - numbers).tolist()):
+                rows = host_rows([given[-1 - r] for r in references], value_type)
+                found[kind] = rows.astype(kind[1], copy=False)
+        return found
+
+    def rows_returned(
+        self,
+        arenas: Sequence[Kind],
+        returned: References,
+        stacked: bool,
+        given: Mapping[Kind, np.ndarray],
+    ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray | None, ...]]:
+        """Returns where in each arena its results are, and results that are in none.
+
+        Args:
+          arenas: all of them.
+          returned: what each arena returns.
+          stacked: whether there are to be exactly as many rows; otherwise it is rounded up.
+          given: the results of some arenas that are not in them.
+        """
+        places, results = [], []
+        for kind in arenas:
+            references = np.array(returned.get(kind, ()), np.int64)
+            count = len(references) if stacked else round_up(len(references))
+            rows = given.get(kind)
+            places.append(np.zeros(count if rows is None else 0, np.int32))
+            if rows is None:
+                places[-1][: len(references)] = self.rows(references)
+            results.append(None if rows is None else np.resize(rows, (count, *rows.shape[1:])))
+        return tuple(places), tuple(results)
 
     def take_up(self) -> None:
         """Takes up what was recorded since the last time."""

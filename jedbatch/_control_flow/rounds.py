@@ -527,7 +527,7 @@ class Attempt:
         self._depths.note_round(list(waiting))
         ahead = self._ahead() if len(values) == len(waiting) else None
         with pause():
-            layout, computed, ran = self.workspace.compute(int64_of(values), True, ahead)
+            layout, computed, ran = self.workspace.compute(int64_of(values), ahead)
         self._known.update(zip(values, computed, strict=True))
         self._note_round(layout, len(waiting), start, 0 if ran is None else ran.ahead)
         self._is_same.clear()
@@ -588,7 +588,7 @@ class Attempt:
         """Computes what is returned."""
         references = np.array([r for result in self._results for r in result.references], np.int64)
         self.returned, self.form = self._call.results(self._results, references)
-        layout = self.workspace.compute(references, read=False)[0]
+        layout = self.workspace.compute(references, returned=self.returned)[0]
         self._note_round(layout, 0, start)
         self._depths.finish()
         stacked = self.form.batch is not None

@@ -26,7 +26,7 @@ import numpy as np
 from jedbatch._control_flow.ahead import Ahead, RanAhead, foresee, room_ahead, steps_that_fit
 from jedbatch._control_flow.growth import FIRST_GROWTH, NO_CAPACITY, grown_program
 from jedbatch._control_flow.recorded import Beginning, Recorded
-from jedbatch._control_flow.recorded_graph import RecordedGraph
+from jedbatch._control_flow.recorded_graph import RecordedGraph, References
 from jedbatch._control_flow.rounds_as_one import as_one
 from jedbatch._control_flow.templates import template_of
 from jedbatch._graph.graph import Graph
@@ -103,20 +103,22 @@ class Workspace:
         self._buffers: dict[Kind, np.ndarray] = {}
         self._filled: dict[Kind, int] = {}  # how many of `_inputs` are in the buffers
         self._rounds: list[tuple[np.ndarray, Placement]] = []
+        self._given: dict[Kind, np.ndarray] = {}  # results that are inputs, by arena
         self.trial = RoundsTrial() if is_wanted() else None
 
     # --- computing ---
 
     def compute(
-        self, values: np.ndarray, read: bool, ahead: Ahead | None = None
+        self, values: np.ndarray, ahead: Ahead | None = None, returned: References | None = None
     ) -> tuple[Layout, list[np.ndarray], RanAhead | None]:
-        """Computes what values depend on: (what ran, the values if they are to be `read`, more).
+        """Computes what values depend on: (what ran, the values, what ran ahead, or None).
 
-        More is what ran `ahead`, if that is given and can be foreseen.
+        Steps run `ahead` if that is given and they can be foreseen. Values that are what arenas
+        have `returned`, at the end, are not read.
         """
         templates = self.programs.templates
         new = Recorded(self._first, self.recorder, self.graph.turns, self._tails)
-        recorded = new.key(values) if read else None
+        recorded = new.key(values) if returned is None else None
         key = None if recorded is None else (*self._policy_key, recorded)
         template = None if key is None else templates.get(key)
         if template is None and key is not None and ahead is not None and ahead.same:
@@ -124,10 +126,10 @@ class Workspace:
             if template is not None:
                 templates[key] = template
         computed = None if template is None else self._repeat(template, new, values, ahead)
-        if computed is None and not read and (layout := self._hand_over(values)) is not None:
-            computed = layout, [], None
+        if computed is None and returned is not None:
+            computed = self._hand_over(values, returned)
         if computed is None:
-            computed = *self._compute(values, read), None
+            computed = *self._compute(values, returned is None), None
             if key is not None and key not in templates:
                 nodes, placed = self._rounds[-1]
                 templates[key] = template_of(self.graph, new, nodes, placed, values)
@@ -164,22 +166,26 @@ class Workspace:
         for t, used in zip(template.placed.type_ids, template.lanes, strict=True):
             self._lanes[t] -= unused * used  # nobody reads their rows
 
-    def _hand_over(self, values: np.ndarray) -> Layout | None:
+    def _hand_over(self, values: np.ndarray, returned: References) -> tuple | None:
         """Gives rows to the inputs among values of which all others are computed.
 
-        None if something has yet to run, and does nothing then. A program is called only where
-        there are such inputs, as where a function returns numbers.
+        None if something has yet to run, and does nothing then. Inputs that are all that an arena
+        returns, as numbers may be, are results as they are: no program is called for them.
         """
         signature, graph = self.signature, self.graph
         groups = None if signature is None else graph.inputs_left(values)
         if signature is None or groups is None or self.state is None:
             return None
+        kinds = () if self.saving or self.trial is not None else signature.arenas
+        whole = graph.results_given(groups, {kind: returned.get(kind, ()) for kind in kinds})
+        groups = {g: x for g, x in groups.items() if graph.kind_of_group(g) not in whole}
         ends = dict(self._num_inputs)
         for g, numbers in groups.items():
             kind = graph.kind_of_group(g)
             ends[kind] = ends.get(kind, 0) + len(numbers)
             if ends[kind] > signature.input_rooms.get(kind, 0):
                 return None
+        self._given = whole
         nothing = np.zeros(0, np.int64)
         placed = self._plan(graph.part(nothing))
         given, registry = self.recorder.input_value, self.recorder.registry
@@ -192,7 +198,7 @@ class Workspace:
             lowered = lower(placed, signature, Rows(nothing, None, {}, first_lane=nothing))
             assert lowered is not None
             self._run(lowered.table, set(map(graph.kind_of_group, groups)))
-        return placed.layout
+        return placed.layout, [], None
 
     def _compute(self, values: np.ndarray, read: bool) -> tuple[Layout, list[np.ndarray]]:
         """Does the same for what may be unlike anything before."""
@@ -402,14 +408,13 @@ class Workspace:
         self, inputs: np.ndarray, instance: np.ndarray, group: np.ndarray
     ) -> np.ndarray:
         """Gives rows to inputs, cut where the instance or the group changes; returns the rows."""
-        rows, begin = np.empty(len(inputs), np.int64), 0
-        registry, given = self.recorder.registry, self.recorder.input_value
-        for chunk in cut_inputs(registry, given, inputs, instance, group):
-            end, kind = begin + len(chunk), stored(chunk.type)
-            rows[begin:end] = np.arange(end - begin) + self._num_inputs[kind]
-            self._enter(kind, chunk, max(0, int(instance[begin])), inputs[begin:end])
-            begin = end
-        return rows
+        rows: list[int] = []
+        owners, recorder = np.maximum(instance, 0).tolist(), self.recorder
+        for chunk in cut_inputs(recorder.registry, recorder.input_value, inputs, instance, group):
+            begin, kind = len(rows), stored(chunk.type)
+            rows += range(self._num_inputs[kind], self._num_inputs[kind] + len(chunk))
+            self._enter(kind, chunk, owners[begin], inputs[begin : len(rows)])
+        return np.array(rows, np.int64)
 
     def _enter(self, kind: Kind, chunk: InputRows, instance: int, numbers: np.ndarray) -> None:
         """Puts inputs of an instance, or values of any, behind the others of their arena."""
@@ -536,17 +541,12 @@ class Workspace:
 
     # --- when all is computed ---
 
-    def results(self, returned: dict[Kind, list[int]], stacked: bool) -> Any:
+    def results(self, returned: References, stacked: bool) -> Any:
         """The rows of values that are returned, from each arena: exactly these if `stacked`."""
         signature = self.signature
         assert signature is not None
-        places = []
-        for kind in signature.arenas:
-            references = np.array(returned.get(kind, ()), np.int64)
-            rows = np.zeros(len(references) if stacked else round_up(len(references)), np.int32)
-            rows[: len(references)] = self.graph.rows(references)
-            places.append(rows)
-        picked = self._executor().pick(self.state, tuple(places))
+        rows = self.graph.rows_returned(signature.arenas, returned, stacked, self._given)
+        picked = self._executor().pick(self.state, *rows)
         self.close()
         return picked
 

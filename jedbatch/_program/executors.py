@@ -268,9 +268,9 @@ class Dispatch:
         """The state of a smaller program as one of this program."""
         return Forward(self.signature, saving).moved(before, state)
 
-    def pick(self, state, rows):
-        """Rows of each arena."""
-        return pick(state, rows)
+    def pick(self, state, rows, given):
+        """Rows of each arena; see `pick`."""
+        return pick(state, rows, given)
 
     def advance(self, saving, shared, inputs, table, state):
         """Runs one round: (rows returned from each arena, state); see `_control_flow.workspace`."""
@@ -333,9 +333,10 @@ def no_inputs(signature: Signature) -> list[Array]:
     return [zeros(0, kind) for kind in signature.arenas]
 
 
-def pick(state: PyTree, rows: Sequence[Array]) -> tuple[Any, ...]:
-    """Rows of each arena of a state."""
-    return tuple(take(arena, row_ids) for arena, row_ids in zip(state[0], rows, strict=True))
+def pick(state: PyTree, rows: Sequence[Array], given: Sequence[Array | None]) -> tuple[Any, ...]:
+    """Rows of each arena of a state, or those that are given in place of any of them."""
+    arenas = zip(state[0], rows, given, strict=True)
+    return tuple(take(arena, row_ids) if own is None else own for arena, row_ids, own in arenas)
 
 
 def _host_chunks(signature: Signature | ReverseSignature, table: Array) -> Any:

@@ -136,7 +136,9 @@ def rows_of_inputs(chunk: InputRows, arrays: Sequence[Array], instance: int) -> 
         _check_range(array, chunk.type.dtype, instance)
     if chunk.rows is not None:
         return array[chunk.rows]
-    return functools.reduce(lambda part, index: part[index], chunk.path, array)[None]
+    for index in chunk.path:
+        array = array[index]
+    return array[None]
 
 
 def _check_range(array: np.ndarray, dtype: Dtype, instance: int) -> None:

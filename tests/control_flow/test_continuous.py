@@ -67,7 +67,7 @@ def test_instances_join_and_leave(monkeypatch):
     rounds = []
     compute = Workspace.compute
     monkeypatch.setattr(
-        Workspace, "compute", lambda self, v, read: rounds.append(len(v)) or compute(self, v, read)
+        Workspace, "compute", lambda self, v: rounds.append(len(v)) or compute(self, v)
     )
     results, order, _ = served(steps, W, [10, 1, 1, 2, 1], room=2)
     assert order == [1, 2, 3, 4, 0]

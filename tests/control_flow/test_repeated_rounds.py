@@ -14,6 +14,7 @@ from cases.helpers import assert_close, check, loop, mostly_slow
 import jedbatch
 from jedbatch._control_flow.recorded import Beginning, Recorded
 from jedbatch._control_flow.rounds import Attempt
+from jedbatch._control_flow.workspace import Workspace
 from jedbatch._support import native
 
 cell = jedbatch.cell
@@ -349,3 +350,54 @@ def test_many_decisions_are_advised_on():
     assert "while_loop" not in str(batched.last_rounds)
     batched(W, [2, 14])
     assert "`jax.lax.while_loop`" in str(batched.last_rounds)
+
+
+# --- results that are numbers ---
+
+
+def with_steps(w, n):
+    h, steps = start(n), 0
+    while goes_on(h, n - steps):
+        h, steps = step(w, h, h), steps + 1
+    return {"h": h, "steps": [steps, steps > 2], "n": n}
+
+
+def some_with_steps(w, n):
+    """Numbers beside computed values of the same type."""
+    found = with_steps(w, n)
+    return found["h"], add(jnp.float32(n), found["h"]) if n % 2 else found["steps"][0] / 4
+
+
+@pytest.fixture
+def programs_run(monkeypatch):
+    """An entry for every call of a program of rounds."""
+    calls, run = [], Workspace._run
+
+    def counted(workspace, *args):
+        calls.append(workspace)
+        return run(workspace, *args)
+
+    monkeypatch.setattr(Workspace, "_run", counted)
+    return calls
+
+
+@pytest.mark.parametrize("out_axes", [0, None])
+def test_no_program_is_called_for_numbers_that_are_returned(out_axes, programs_run):
+    batched = jedbatch.batch(with_steps, out_axes=out_axes)
+    for instances in ([3, 1, 4], [3, 1, 4], [2, 5, 1]):
+        programs_run.clear()
+        results = batched(W, instances)
+        expected = loop(with_steps, W, instances)
+        if out_axes is None:
+            results = jax.tree.map(lambda *leaves: jnp.stack(leaves), *results)
+        assert_close(results, expected, 1e-5)
+    assert len(programs_run) == len(batched.last_rounds) - 1
+    assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(results))
+
+
+def test_numbers_beside_computed_values(programs_run):
+    batched = jedbatch.batch(some_with_steps)
+    for instances in ([3, 2, 4], [3, 2, 4], [2, 5, 1]):
+        programs_run.clear()
+        assert_close(batched(W, instances), loop(some_with_steps, W, instances), 1e-5)
+    assert len(programs_run) == len(batched.last_rounds)
