@@ -77,7 +77,7 @@ def note_decision(session: Session, symbol: Symbol) -> NoReturn:
     raise GuardFailed
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class InstanceResult:
     """The result of an instance; see `_graph.record`."""
 

@@ -578,6 +578,8 @@ class Recorder(Trace):
         """(reference, (shape, dtype)) of a leaf of what the function returns."""
         if type(leaf) is Value and leaf._trace is self:
             return self._output_of(leaf)
+        if type(leaf) is int or type(leaf) is float:
+            return self._output_of(self.input(leaf))
         leaf = as_number(leaf)
         if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
             raise TypeError(
