@@ -73,13 +73,18 @@ class LengthFamily:
         self.shared: dict[bytes, list[int]] = {}
         self.known: Memory = Memory(MAX_KNOWN)
 
-    def observe(self, lengths: Sequence[int]) -> None:
-        """Takes note of one instance."""
-        if lengths != self.lengths:
-            self.varied = [
+    def observe(self, lengths: Sequence[int]) -> bool:
+        """Takes note of one instance; returns whether another array varies now."""
+        if lengths == self.lengths:
+            return False
+        known, self.varied = (
+            self.varied,
+            [
                 is_varied or n != before
                 for is_varied, n, before in zip(self.varied, lengths, self.lengths, strict=True)
-            ]
+            ],
+        )
+        return self.varied != known
 
     def add(self, pairs: Iterable[Pair]) -> None:
         """Tells instances apart by more pairs."""
@@ -172,6 +177,8 @@ class Lengths:
       longest: the greatest length there was.
       bound: the greatest length there can be, if the function has to know one.
       revision: how often it has changed under which lengths instances are recorded.
+      changes: how often a length was seen that may have changed what `look` returns.
+      apart: why some instances of those looked at last are told apart by their lengths, if any are.
     """
 
     def __init__(self, off: str | None, families: dict[Hashable, LengthFamily]):
@@ -179,6 +186,7 @@ class Lengths:
         self.longest = 0
         self.bound: int | None = None
         self.revision = 0
+        self.changes = 0
         self._families = families
         self._kinds: dict[tuple, int | None] = {}  # length of all arrays of a kind, if the same
         self._relations: dict[tuple, None] = {}  # (kind, places further on, kind) of pairs
@@ -186,14 +194,18 @@ class Lengths:
         self._with: UnionFind[tuple] = UnionFind()  # and with those of which others
         self._names = 0  # symbols that a scope must have
         self._scopes: dict[tuple, dict[str, Any]] = {}  # symbols, by their bound and number
-        self._apart: str | None = None
+        self.apart: str | None = None
 
     @property
     def shown(self) -> str | None:
         """The reason why lengths are not told apart from shapes, if any differ."""
         if self.off is None:
-            return self._apart
+            return self.apart
         return self.off if any(n is None for n in self._kinds.values()) else None
+
+    def none_apart(self) -> None:
+        """Notes instances that `look` need not look at: nothing tells them apart."""
+        self.apart = None
 
     def look(
         self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Array]]
@@ -204,7 +216,7 @@ class Lengths:
           keys: of the instances, as `instance_key` makes them.
           arrays: of the instances.
         """
-        self._apart = None
+        self.apart = None
         if not any(arrays):
             return [None] * len(keys)
         families = [self._observe(*pair) for pair in zip(keys, arrays, strict=True)]
@@ -222,7 +234,7 @@ class Lengths:
             equal = family.equal([families[i][2] for i in members])
             for i, pattern in zip(members, equal, strict=True):
                 if pattern in family.apart:
-                    self._apart = family.apart[pattern]
+                    self.apart = family.apart[pattern]
                 else:
                     general, _, lengths = families[i]
                     types[i] = self._types_of(general, family, lengths, ragged[family], pattern)
@@ -239,12 +251,15 @@ class Lengths:
             family.add(self._related(family))
             family.group(self._grouped(family))
             self._families[form] = family
+            self.changes += 1
         lengths = [x.shape[0] if x.ndim else -1 for x in arrays]
         for n, (shape, dtype, _) in zip(lengths, family.types, strict=True):
-            if n >= 0 and self._kinds.setdefault((shape[1:], dtype), n) != n:
+            known = self._kinds.setdefault((shape[1:], dtype), n) if n >= 0 else n
+            if known is not None and known != n:
                 self._kinds[shape[1:], dtype] = None
+                self.changes += 1
         self.longest = max(self.longest, *lengths, 0)
-        family.observe(lengths)
+        self.changes += family.observe(lengths)
         return general, family, lengths
 
     def _ragged(self, family: LengthFamily) -> list[int]:

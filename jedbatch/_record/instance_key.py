@@ -13,6 +13,7 @@ short cut: `marshal` writes them, with their types, at 10 ns a number, and refus
 import collections
 import marshal
 import math
+import struct
 from collections.abc import Hashable
 from typing import Any
 
@@ -31,6 +32,8 @@ from jedbatch._record.instance_arrays import (
 )
 from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
+
+MAX_DEPTH = 256  # of trees that are written by hand
 
 
 def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
@@ -126,6 +129,68 @@ def plain_keys(instances: list[PyTree]) -> tuple[list[bytes | None], list[bool]]
             keys.append(None)
     pairs = zip(keys, instances, strict=True)
     return keys, [key is not None and immutable(x) for key, x in pairs]
+
+
+def keys_with_arrays(
+    instances: list[PyTree], dtypes: dict[np.dtype[Any], int]
+) -> tuple[list[bytes], list[list[np.ndarray]]] | None:
+    """Returns keys of plain trees with arrays of NumPy inside, and these; None for any others.
+
+    Where they are equal, so are the keys that `instance_key` makes, which takes several times as
+    long. What is rare they cannot say: an array that is met twice, bytes, a number of 64 bits.
+
+    Args:
+      instances: the trees.
+      dtypes: that arrays may have, with a number for each.
+    """
+    compiled = core()
+    if compiled is not None:
+        return compiled.keys_with_arrays(instances, np.ndarray, dtypes)
+    keys: list[bytes] = []
+    held: list[list[np.ndarray]] = []
+    for instance in instances:
+        parts: list[bytes] = []
+        arrays: list[np.ndarray] = []
+        if not _write(instance, parts, arrays, dtypes, set(), 0):
+            return None
+        keys.append(b"".join(parts))
+        held.append(arrays)
+    return keys, held
+
+
+def _write(
+    x: Any,
+    parts: list[bytes],
+    arrays: list[np.ndarray],
+    dtypes: dict[np.dtype[Any], int],
+    seen_ids: set[int],
+    depth: int,
+) -> bool:
+    """Writes a part of a tree, as `marshal` does, and its arrays; returns whether that was done."""
+    kind = type(x)
+    if kind in (int, float, bool, str, type(None)):
+        if kind is int and not -(1 << 31) <= x < 1 << 31:
+            return False
+        parts.append(marshal.dumps(x, 2))
+        return kind is not str or x.isascii() or not any("\ud800" <= c <= "\udfff" for c in x)
+    if kind not in (np.ndarray, tuple, list, dict) or id(x) in seen_ids:
+        return False
+    seen_ids.add(id(x))
+    if kind is np.ndarray:
+        number = dtypes.get(x.dtype)
+        if number is not None:
+            sizes = [b"g" + struct.pack("<q", n) for n in x.shape]
+            parts += b"A" + struct.pack("<i", number), b"(" + struct.pack("<i", x.ndim), *sizes
+            arrays.append(x)
+        return number is not None
+    if depth == MAX_DEPTH or (kind is dict and not PLAIN_TYPES.issuperset(map(type, x))):
+        return False
+    head = b"(" if kind is tuple else b"["
+    parts.append(b"{" if kind is dict else head + struct.pack("<i", len(x)))
+    flat = [part for item in x.items() for part in item] if kind is dict else x
+    written = all(_write(y, parts, arrays, dtypes, seen_ids, depth + 1) for y in flat)
+    parts.append(b"0" if kind is dict else b"")
+    return written
 
 
 def _is_plain_tree(instance: PyTree) -> bool:

@@ -1,7 +1,10 @@
 """`RecordCache`: the graphs of instances that are kept between minibatches."""
 
+import itertools
 from collections.abc import Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jedbatch._graph.record import Record
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
@@ -11,6 +14,7 @@ from jedbatch._record.environment import NOWHERE, Reached
 from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._record.granularity.lists import StackedLists
 from jedbatch._record.granularity.readout import Readouts
+from jedbatch._record.instance_key import keys_with_arrays
 from jedbatch._record.registry import MAX_READ_STATES, Registry
 from jedbatch._session.merging import Merging, Unmarked
 from jedbatch._session.options import Options
@@ -19,6 +23,79 @@ from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array
 
 BYTES_PER_NODE = 100  # of an instance, estimated
+
+
+class RecordsOfArrays:
+    """Records of instances with arrays, by keys that take little time to make.
+
+    Only of instances that have the same record whatever other lengths there are, which is so as
+    long as nothing is learned. So all is forgotten once something is.
+
+    Args:
+      limit, most: instances that are kept, and bytes, as of `Memory`.
+    """
+
+    def __init__(self, limit: int, most: int):
+        self._dtypes: dict[np.dtype[Any], int] = {}
+        self._records = Memory(limit, most, _bytes_of_record)
+        self._learned: Hashable = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of what is kept."""
+        return self._records.bytes
+
+    def find(
+        self, instances: list[Any], learned: Hashable
+    ) -> tuple[list[Record], list[list[Array]]] | None:
+        """Returns the records of instances, and their arrays; None unless all are known.
+
+        Args:
+          instances: to find.
+          learned: what is known of lengths and types by now.
+        """
+        if not self._records or learned != self._learned:
+            return None
+        written = keys_with_arrays(instances, self._dtypes)
+        if written is None:
+            return None
+        records: list[Any] = list(map(self._records.get, written[0]))
+        return None if None in records else (records, written[1])
+
+    def keep(
+        self,
+        instances: list[Any],
+        records: Sequence[Record],
+        arrays: Sequence[Sequence[Array]],
+        learned: Hashable,
+    ) -> None:
+        """Keeps the records of instances; `learned` as of `find`."""
+        if learned != self._learned:
+            self.clear()
+            self._learned = learned
+        for x in itertools.chain(*arrays):
+            if type(x) is np.ndarray:
+                self._dtypes.setdefault(x.dtype, len(self._dtypes))
+        written = keys_with_arrays(instances, self._dtypes)
+        if written is not None:
+            pairs = zip(written[0], records, strict=True)
+            self._records.add([(k, r) for k, r in pairs if self._records.get(k) is not r])
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._records.clear()
+
+
+class Memories(NamedTuple):
+    """What is kept of instances, for what recordings read besides their arguments.
+
+    Attributes:
+      by_key, by_id, with_arrays: see `RecordCache`.
+    """
+
+    by_key: Memory
+    by_id: Memory
+    with_arrays: RecordsOfArrays
 
 
 class RecordCache:
@@ -33,6 +110,7 @@ class RecordCache:
       unmarked: watches what is recorded of a function whose nodes are merged unasked.
       by_key: records, by the key of the instance.
       by_id: (instance, record) by the id of an instance that cannot change.
+      with_arrays: records of instances with arrays, as long as lengths do not matter.
       lengths, regions: of arrays whose length differs, and what is done to them.
       expansion: of graphs for all lengths to graphs for those of a minibatch.
     """
@@ -45,9 +123,9 @@ class RecordCache:
         self.lists = StackedLists(registry) if options.granularity is None else None
         self.readouts = Readouts(registry) if options.granularity is None else None
         self._limit, self._limit_bytes = options.cache_size, options.cache_bytes
-        self._known: dict[int, tuple[Memory, Memory]] = Memory(MAX_READ_STATES)
+        self._known: dict[int, Memories] = Memory(MAX_READ_STATES)
         self._number = NOWHERE.number
-        self.by_key, self.by_id = self._memories(NOWHERE.number)
+        self.by_key, self.by_id, self.with_arrays = self._memories(NOWHERE.number)
         registry.read(NOWHERE)
         apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
         families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
@@ -61,20 +139,21 @@ class RecordCache:
         if reached.number == self._number:
             return
         self._number = reached.number
-        self.by_key, self.by_id = self._memories(reached.number)
-        while sum(m.bytes for pair in self._known.values() for m in pair) > self._limit_bytes:
+        self.by_key, self.by_id, self.with_arrays = self._memories(reached.number)
+        while sum(m.bytes for each in self._known.values() for m in each) > self._limit_bytes:
             other_numbers = [number for number in self._known if number != reached.number]
             if not other_numbers:
                 break
             del self._known[other_numbers[0]]
 
-    def _memories(self, number: int) -> tuple[Memory, Memory]:
-        """Returns `by_key` and `by_id` for what is read."""
+    def _memories(self, number: int) -> Memories:
+        """Returns the memories for what is read."""
         if number not in self._known:
-            half = self._limit_bytes // 2
-            self._known[number] = (
+            half, quarter = self._limit_bytes // 2, self._limit_bytes // 4
+            self._known[number] = Memories(
                 Memory(self._limit, half, _bytes_of_record),
-                Memory(self._limit, half, _bytes_of_seen),
+                Memory(self._limit, quarter, _bytes_of_seen),
+                RecordsOfArrays(self._limit, quarter),
             )
         return self._known[number]
 
@@ -102,6 +181,37 @@ class RecordCache:
             for g, instance_arrays in zip(types, arrays, strict=True)
         ]
 
+    def recall(self, instances: list[Any]) -> tuple[list[Record], list[list[Array]]] | None:
+        """Returns the records of instances with arrays, and these; None unless all are known."""
+        found = self.with_arrays.find(instances, self._learned)
+        if found is not None:
+            self.lengths.none_apart()
+            self.note_known()
+        return found
+
+    def keep(
+        self,
+        instances: list[Any],
+        records: Sequence[Record],
+        arrays: Sequence[Sequence[Array]],
+        given: Sequence[RaggedTypes | None],
+    ) -> None:
+        """Keeps records of instances for `recall`, if these were found by nothing but shapes.
+
+        Args:
+          instances: all of a minibatch.
+          records: theirs.
+          arrays: theirs.
+          given: how `look` says that they are recorded.
+        """
+        if not any(given) and self.lengths.apart is None:
+            self.with_arrays.keep(instances, records, arrays, self._learned)
+
+    @property
+    def _learned(self) -> Hashable:
+        """What decides which record an instance with arrays has."""
+        return self.lengths.changes, *self.assumed()
+
     def forget_regions(self) -> None:
         """Forgets records that may take a number to be a constant that has been found to differ."""
         old = [key for key, record in self.by_key.items() if isinstance(record, RaggedRecord)]
@@ -114,7 +224,7 @@ class RecordCache:
         merged = sum(x.revision for x in (self.lists, self.readouts) if x)
         return merged + self.registry.arities.revision + self.registry.shared_operands.revision
 
-    def assumed(self) -> Hashable:
+    def assumed(self) -> tuple[Hashable, ...]:
         """Returns assumptions about lengths, numbers and lists that differ, and granularity."""
         return self.lengths.revision, self.regions.revision, self.revision, self.grouping
 
@@ -125,9 +235,9 @@ class RecordCache:
 
     def forget_records(self) -> None:
         """Forgets all records: types they are of have become others."""
-        for by_key, by_id in self._known.values():
-            by_key.clear()
-            by_id.clear()
+        for memories in self._known.values():
+            for memory in memories:
+                memory.clear()
 
     def decide(self) -> None:
         """Does what the first minibatches have said about merging nodes, if they have."""

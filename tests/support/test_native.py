@@ -15,7 +15,13 @@ from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.paths import int64_of, longest_chains, longest_paths, ranges
 from jedbatch._graph.types import ValueType
 from jedbatch._layout.node_order import ORDERS
-from jedbatch._record.instance_key import _is_plain_tree, immutable, instance_key, plain_keys
+from jedbatch._record.instance_key import (
+    _is_plain_tree,
+    immutable,
+    instance_key,
+    keys_with_arrays,
+    plain_keys,
+)
 from jedbatch._record.trace import host_rows
 from jedbatch._schedule.encodings import ENCODINGS, encode
 from jedbatch._schedule.frontier import Frontier
@@ -288,6 +294,41 @@ def test_keys_of_random_trees_are_equal(monkeypatch, seed):
     a, b = both(monkeypatch, lambda: plain_keys(instances))
     assert a == b
     assert sum(key is not None for key in a[0]) > 100
+
+
+ARRAYS = [
+    np.ones((2, 3), np.float32),
+    np.zeros(()),
+    np.ones(4, np.int8),
+    np.zeros((0, 2), jax.numpy.bfloat16),
+]
+
+
+@compiled
+@pytest.mark.parametrize("seed", range(2))
+def test_keys_of_trees_with_arrays_are_equal(monkeypatch, seed):
+    """Two are equal where what `instance_key` writes is, but for what it knows of dtypes."""
+    rng = np.random.default_rng(seed)
+    dtypes = {x.dtype: i for i, x in enumerate(ARRAYS[1:])}
+    instances = [*INSTANCES.values(), *(nested(depth) for depth in (255, 256, 257))]
+    for _ in range(200):
+        tree = copy.deepcopy(random_tree(rng, 2))
+        array = ARRAYS[int(rng.integers(len(ARRAYS)))].copy()
+        instances.append([(array, tree), {"x": [array], 2: tree}, array][int(rng.integers(3))])
+    instances += [(ARRAYS[1], ARRAYS[1]), {(1, 2): ARRAYS[1]}, (np.ones(2, ">f8"), 1)]
+    a, b = both(monkeypatch, lambda: [keys_with_arrays([x], dtypes) for x in instances])
+    keys = {}
+    for found, other, instance in zip(a, b, instances, strict=True):
+        assert (found is None) == (other is None)
+        if found is not None:
+            assert found[0] == other[0]
+            assert list(map(id, found[1][0])) == list(map(id, other[1][0]))
+            with jax.enable_x64(True):
+                expected, arrays = instance_key(instance)
+            assert list(map(id, found[1][0])) == list(map(id, arrays))
+            assert keys.setdefault(found[0][0], expected) == expected
+    assert 100 < sum(x is not None for x in a) < len(a) - 50
+    assert keys_with_arrays(instances, dtypes) is None
 
 
 def test_a_part_that_others_hold_is_met_once():

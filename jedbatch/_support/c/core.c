@@ -146,6 +146,7 @@ static PyMethodDef functions[] = {
     {"first_reads", first_reads, METH_O, NULL},
     {"induce", induce, METH_O, NULL},
     {"join", join, METH_VARARGS, NULL},
+    {"keys_with_arrays", keys_with_arrays, METH_VARARGS, NULL},
     {"largest_by", largest_by, METH_O, NULL},
     {"longest_ahead", longest_ahead, METH_O, NULL},
     {"mark_inputs", mark_inputs, METH_O, NULL},

@@ -1,4 +1,4 @@
-/* Plain trees and their keys: the twins of `_is_plain_tree` and `plain_keys` in
+/* Plain trees and their keys: the twins of `_is_plain_tree`, `plain_keys` and `keys_with_arrays` in
  * `_record/instance_key.py`.
  *
  * No Python code runs while a tree is looked at and nothing is let go, so its parts stay.
@@ -193,11 +193,62 @@ write_string(Text *text, PyObject *x)
     return IS_WRITTEN;
 }
 
+/* The arrays that trees may hold. */
+typedef struct {
+    PyObject *type, *dtypes; /* of arrays; their dtypes with a number for each */
+    PyObject *dtype, *shape; /* names of attributes */
+    PyObject *found;         /* list of the arrays of a tree */
+} Arrays;
+
+/* Writes the dtype and the shape of an array; as `write_tree`, and -1 with an error, too. */
+static int
+write_array(Text *text, Objects *met, const Arrays *arrays, PyObject *x)
+{
+    int written = Py_REFCNT(x) == 1 ? IS_WRITTEN : meet(met, x);
+    if (written != IS_WRITTEN)
+        return written;
+    PyObject *dtype = PyObject_GetAttr(x, arrays->dtype);
+    PyObject *number = dtype == NULL ? NULL : PyDict_GetItemWithError(arrays->dtypes, dtype);
+    Py_XDECREF(dtype);
+    if (number == NULL)
+        return PyErr_Occurred() ? -1 : IS_OTHER;
+    written = write_number(text, 'A', (uint64_t)PyLong_AsLong(number), 4);
+    PyObject *shape = PyObject_GetAttr(x, arrays->shape);
+    if (shape == NULL)
+        return -1;
+    Py_ssize_t length = PyTuple_Size(shape);
+    if (written == IS_WRITTEN)
+        written = write_number(text, '(', (uint64_t)length, 4);
+    for (Py_ssize_t i = 0; written == IS_WRITTEN && i < length; i++)
+        written = write_number(text, 'g', (uint64_t)PyLong_AsLongLong(PyTuple_GetItem(shape, i)), 8);
+    Py_DECREF(shape);
+    return written == IS_WRITTEN && PyList_Append(arrays->found, x) < 0 ? -1 : written;
+}
+
+static int write_tree(Text *text, Objects *met, const Arrays *arrays, PyObject *x, int depth,
+                      int *is_constant);
+
+/* Writes the keys and values of a dict; as `write_tree`. */
+static int
+write_items(Text *text, Objects *met, const Arrays *arrays, PyObject *x, int depth,
+            int *is_constant)
+{
+    int written = write_number(text, '{', 0, 0);
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; written == IS_WRITTEN && PyDict_Next(x, &at, &key, &value);) {
+        written = is_plain(key) ? write_tree(text, met, NULL, key, depth, is_constant) : IS_OTHER;
+        if (written == IS_WRITTEN)
+            written = write_tree(text, met, arrays, value, depth, is_constant);
+    }
+    return written == IS_WRITTEN ? write_number(text, '0', 0, 0) : written;
+}
+
 /* Writes a tree as `marshal.dumps(x, 2)` does, on the way through it: `IS_WRITTEN`, `IS_OTHER` if it
  * is no plain tree, `IS_LEFT` if it is deep or has parts that are left to `marshal`, -1 without
- * memory. */
+ * memory. There may be arrays in it, unless `arrays` is NULL. */
 static int
-write_tree(Text *text, Objects *met, PyObject *x, int depth, int *is_constant)
+write_tree(Text *text, Objects *met, const Arrays *arrays, PyObject *x, int depth,
+           int *is_constant)
 {
     if (PyLong_CheckExact(x)) {
         int overflow;
@@ -218,19 +269,25 @@ write_tree(Text *text, Objects *met, PyObject *x, int depth, int *is_constant)
         return write_number(text, x == Py_True ? 'T' : 'F', 0, 0);
     if (PyUnicode_CheckExact(x))
         return write_string(text, x);
+    if (arrays != NULL && (PyObject *)Py_TYPE(x) == arrays->type)
+        return write_array(text, met, arrays, x);
     int is_tuple = PyTuple_CheckExact(x);
-    if (!is_tuple && !PyList_CheckExact(x))
-        return is_plain(x) || PyDict_CheckExact(x) ? IS_LEFT : IS_OTHER;
+    if (!is_container(x))
+        return is_plain(x) ? IS_LEFT : IS_OTHER;
     int found = Py_REFCNT(x) == 1 ? IS_WRITTEN : meet(met, x);
-    Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
-    if (found == IS_WRITTEN && (depth == MAX_DEPTH || length > INT32_MAX))
+    if (found == IS_WRITTEN && depth == MAX_DEPTH)
         found = IS_LEFT;
-    if (found == IS_WRITTEN)
-        found = write_number(text, is_tuple ? '(' : '[', (uint64_t)length, 4);
     *is_constant &= is_tuple;
+    if (found != IS_WRITTEN)
+        return found;
+    if (PyDict_CheckExact(x))
+        return write_items(text, met, arrays, x, depth + 1, is_constant);
+    Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
+    found = length > INT32_MAX ? IS_LEFT
+                               : write_number(text, is_tuple ? '(' : '[', (uint64_t)length, 4);
     for (Py_ssize_t i = 0; found == IS_WRITTEN && i < length; i++) {
         PyObject *part = is_tuple ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
-        found = write_tree(text, met, part, depth + 1, is_constant);
+        found = write_tree(text, met, arrays, part, depth + 1, is_constant);
     }
     return found;
 }
@@ -253,7 +310,7 @@ plain_keys(PyObject *module, PyObject *args)
         int is_constant = 1;
         text.count = 0;
         forget(&met);
-        int found_one = write_tree(&text, &met, instance, 0, &is_constant);
+        int found_one = write_tree(&text, &met, NULL, instance, 0, &is_constant);
         if (found_one == IS_WRITTEN)
             key = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.count);
         int is_whole = found_one == IS_LEFT ? is_tree(&stack, &met, instance, &is_constant) : 0;
@@ -276,5 +333,57 @@ plain_keys(PyObject *module, PyObject *args)
     Py_XDECREF(keys);
     Py_XDECREF(constant);
     Py_XDECREF(version);
+    return found;
+}
+
+/* keys_with_arrays(instances, numpy.ndarray, dtypes): (the keys of trees that hold arrays of these
+ * dtypes, lists of these arrays); None if one of them cannot be written. */
+PyObject *
+keys_with_arrays(PyObject *module, PyObject *args)
+{
+    (void)module;
+    PyObject *instances, *found = NULL;
+    Arrays arrays = {0};
+    if (!PyArg_ParseTuple(args, "O!OO!", &PyList_Type, &instances, &arrays.type, &PyDict_Type,
+                          &arrays.dtypes))
+        return NULL;
+    Objects met = {NULL, 0, 0};
+    Text text = {NULL, 0, 0};
+    PyObject *keys = PyList_New(0), *held = PyList_New(0);
+    arrays.dtype = PyUnicode_InternFromString("dtype");
+    arrays.shape = PyUnicode_InternFromString("shape");
+    int written = IS_WRITTEN;
+    if (keys == NULL || held == NULL || arrays.dtype == NULL || arrays.shape == NULL)
+        written = -1;
+    for (Py_ssize_t i = 0; written == IS_WRITTEN && i < PyList_Size(instances); i++) {
+        PyObject *key = NULL;
+        int is_constant = 1;
+        text.count = 0;
+        forget(&met);
+        arrays.found = PyList_New(0);
+        written = arrays.found == NULL ? -1
+                                       : write_tree(&text, &met, &arrays,
+                                                    PyList_GetItem(instances, i), 0, &is_constant);
+        if (written == IS_WRITTEN) {
+            key = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.count);
+            if (key == NULL || PyList_Append(keys, key) < 0 ||
+                PyList_Append(held, arrays.found) < 0)
+                written = -1;
+        }
+        Py_XDECREF(key);
+        Py_XDECREF(arrays.found);
+    }
+    free(met.items);
+    free(text.data);
+    if (written == IS_WRITTEN)
+        found = PyTuple_Pack(2, keys, held);
+    else if (written != -1)
+        found = Py_NewRef(Py_None);
+    else if (!PyErr_Occurred())
+        PyErr_NoMemory();
+    Py_XDECREF(keys);
+    Py_XDECREF(held);
+    Py_XDECREF(arrays.dtype);
+    Py_XDECREF(arrays.shape);
     return found;
 }
