@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,6 +62,76 @@ def assemble(
     for kind, room in rooms.items():
         inputs[input_name(kind)] = pack_rows(kind, parts[kind], room)
     return inputs
+
+
+class Assembly:
+    """How the inputs of instances become rows, for when they come again with other arrays.
+
+    Numbers that the graphs hold are rows once and for all. Whole arrays are joined, and written to
+    where they belong.
+
+    Args:
+      rooms, records: as of `assemble`.
+    """
+
+    def __init__(self, rooms: Mapping[Kind, int], records: Sequence[Record]):
+        self._rooms, self._records = rooms, records
+        self._held: dict[Kind, np.ndarray] = {}
+        self._whole: dict[Kind, tuple[list[tuple[int, int]], Any]] = {}
+        parts: dict[Kind, list[tuple[int, InputRows]]] = {kind: [] for kind in rooms}
+        for i, record in enumerate(records):
+            for chunk in record.whole.chunks[record.index]:
+                parts[stored(chunk.type)].append((i, chunk))
+        self._is_able = all(
+            chunk.leaf is None or (chunk.rows is None and not chunk.path)
+            for of_kind in parts.values()
+            for _, chunk in of_kind
+        )
+        for kind, of_kind in parts.items() if self._is_able else ():
+            later = np.zeros((1, *kind[0]), kind[1])
+            rows: list[Any] = [later if x.leaf is not None else x.rows for _, x in of_kind]
+            self._held[kind] = pack_rows(kind, rows, rooms[kind])
+            ends = itertools.accumulate(map(len, rows))
+            whole = [
+                (i, chunk.leaf, end - 1)
+                for (i, chunk), end in zip(of_kind, ends, strict=True)
+                if chunk.leaf is not None
+            ]
+            if whole:
+                numbers = [row for *_, row in whole]
+                is_all = numbers == list(range(len(whole)))
+                place = slice(len(whole)) if is_all else np.array(numbers)
+                self._whole[kind] = [(i, leaf) for i, leaf, _ in whole], place
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays, about."""
+        of_whole = sum(100 * len(arrays) for arrays, _ in self._whole.values())
+        return of_whole + sum(x.nbytes for x in self._held.values())
+
+    def rows(
+        self, arrays: Sequence[Sequence[Array]], numbers: Sequence[int] | None = None
+    ) -> dict[str, Array]:
+        """Returns what `assemble` does."""
+        if not self._is_able:
+            return assemble(self._rooms, self._records, arrays, numbers)
+        found = {kind: rows.copy() for kind, rows in self._held.items()}
+        for kind, (which, place) in self._whole.items():
+            joined = _joined([arrays[i][leaf] for i, leaf in which], kind)
+            if joined is None:
+                return assemble(self._rooms, self._records, arrays, numbers)
+            found[kind][place] = joined
+        return {input_name(kind): rows for kind, rows in found.items()}
+
+
+def _joined(arrays: Sequence[Array], kind: Kind) -> np.ndarray | None:
+    """Returns arrays as rows [k, *shape]; None unless they are NumPy's, of one dtype, and fit."""
+    shape, dtype = kind
+    if set(map(type, arrays)) != {np.ndarray} or len({x.dtype for x in arrays}) > 1:
+        return None
+    has_rows = bool(shape and shape[0])
+    rows = np.concatenate(arrays).reshape(-1, *shape) if has_rows else np.array(arrays)
+    return rows if _fits(rows, dtype) else None
 
 
 def _held_by_all(records: Sequence[Record]) -> dict[Kind, list[np.ndarray]] | None:
@@ -141,16 +212,20 @@ def rows_of_inputs(chunk: InputRows, arrays: Sequence[Array], instance: int) -> 
     return array[None]
 
 
+def _fits(array: np.ndarray, dtype: Dtype) -> bool:
+    """Returns whether whole numbers fit a dtype, if they are such."""
+    if array.dtype.kind not in "iu" or array.dtype == dtype or not array.size:
+        return True
+    info = np.iinfo(dtype)
+    return bool(info.min <= array.min() and array.max() <= info.max)
+
+
 def _check_range(array: np.ndarray, dtype: Dtype, instance: int) -> None:
     """Raises `OverflowError` if 64-bit integers do not fit 32 bits."""
-    if array.dtype.kind not in "iu" or array.dtype == dtype or not array.size:
-        return
-    info = np.iinfo(dtype)
-    low, high = array.min(), array.max()
-    if low < info.min or high > info.max:
+    if not _fits(array, dtype):
         raise OverflowError(
-            f"instance {instance} has {array.dtype} values from {low} to {high}, which do not "
-            f"fit the {dtype} that JAX computes in; use smaller numbers, or "
+            f"instance {instance} has {array.dtype} values from {array.min()} to {array.max()}, "
+            f"which do not fit the {dtype} that JAX computes in; use smaller numbers, or "
             "`jax.config.update('jax_enable_x64', True)`."
         )
 

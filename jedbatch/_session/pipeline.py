@@ -25,7 +25,7 @@ from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._kernel.vjp import KernelVjp
 from jedbatch._program.differentiable import Differentiable
-from jedbatch._program.host_arrays import assemble
+from jedbatch._program.host_arrays import Assembly, assemble
 from jedbatch._program.lower import Lowered
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.output_spec import OutputSpec
@@ -77,6 +77,7 @@ class Arranged(NamedTuple):
       lowered: the graph, scheduled and laid out, for a program.
       reverse, reverse_table: of the program that pulls cotangents back; None if there is none.
       targets: where the graph reads results of regions (see `find_targets`).
+      assembly: of inputs; None as long as such a minibatch has come once.
     """
 
     graph: Graph
@@ -85,12 +86,13 @@ class Arranged(NamedTuple):
     reverse: ReverseSignature | None
     reverse_table: np.ndarray | None
     targets: Targets
+    assembly: Assembly | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays, about."""
-        tables = [x for x in (self.lowered.table, self.reverse_table) if x is not None]
-        return 4 * self.graph.nbytes + sum(x.nbytes for x in tables)
+        parts = [self.lowered.table, self.reverse_table, self.assembly]
+        return 4 * self.graph.nbytes + sum(x.nbytes for x in parts if x is not None)
 
     def with_inputs(self, inputs: Sequence[InputRows]) -> "Arranged":
         """Returns the same for instances whose inputs have other values."""
@@ -261,6 +263,9 @@ def plan_again(
         arranged = arranged.with_inputs([x for r in records for x in r.whole.chunks[r.index]])
         if not arranged.has_lists_of(before):  # whose lengths are values of inputs
             return None
+    elif arranged.assembly is None:
+        assembly = Assembly(arranged.lowered.signature.input_rooms, records)
+        session.arranged[key] = arranged = arranged._replace(assembly=assembly)
     session.note_types()
     start = time.perf_counter()
     calls = find_calls(records, arrays)
@@ -323,10 +328,13 @@ def with_inputs(
 
     `clock` says when each stage was done, and `numbers` those of the instances, for messages.
     """
-    graph, form, lowered, reverse, reverse_table, targets = arranged
+    graph, form, lowered, reverse, reverse_table, targets, assembly = arranged
     placed = lowered.placed
     programs, signature = session.programs, lowered.signature
-    inputs = assemble(signature.input_rooms, records, arrays, numbers)
+    if assembly is None:
+        inputs = assemble(signature.input_rooms, records, arrays, numbers)
+    else:
+        inputs = assembly.rows(arrays, numbers)
     check_rows(session.registry, graph, placed, inputs, numbers)
     ragged_calls = None
     if calls:

@@ -1,0 +1,197 @@
+"""Instances with arrays that were met before: found at a glance, with the answers of the loop."""
+
+import collections
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, loop
+
+import jedbatch
+from jedbatch._program import host_arrays
+from jedbatch._ragged.lengths import Lengths
+from jedbatch._session import recording
+
+RNG = np.random.default_rng(0)
+W = jnp.asarray(RNG.normal(size=(3, 3)), jnp.float32)
+
+
+def vector():
+    return RNG.normal(size=3).astype(np.float32)
+
+
+def scaled(w, instance):
+    x, number = instance
+    return jnp.tanh(x @ w) * number
+
+
+def of_both(w, instance):
+    return {"h": jnp.tanh(instance["x"] @ w) + instance["y"], "n": instance["k"].sum()}
+
+
+def longest(w, instance):
+    """Depends on lengths in Python alone."""
+    x, _ = instance
+    return jnp.tanh(x[0] @ w) * len(x)
+
+
+def both_rows(w, instance):
+    x, number, y = instance
+    return jnp.stack([x - y, y]) @ w * number
+
+
+def of_tokens(w, instance):
+    words, place = instance
+    return w[words % 3].sum(0) + place
+
+
+def check_call(batched, fn, minibatch):
+    assert_close(batched(W, minibatch), loop(fn, W, minibatch), 1e-5)
+
+
+MINIBATCHES = {
+    "numbers": (scaled, lambda i: (vector(), 0.5 * (i % 3))),
+    "dicts": (of_both, lambda i: {"x": vector(), "y": vector(), "k": RNG.integers(0, 9, 2)}),
+    "numbers of 64 bits": (of_tokens, lambda i: (RNG.integers(0, 9, 4), np.array(i % 4))),
+    "two arrays of a shape": (both_rows, lambda i: [vector(), 1.0, vector()]),
+    "two dtypes": (of_tokens, lambda i: (np.arange(4, dtype=f"i{4 + i % 2 * 4}"), np.array(i))),
+}
+
+
+@pytest.fixture
+def looked_at(monkeypatch):
+    """Counts instances whose keys are made at length, looks at lengths, and rows one by one."""
+    counts = collections.Counter()
+
+    def counting(owner, name):
+        function = getattr(owner, name)
+
+        def counted(*args, **kwargs):
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    counting(recording, "instance_key")
+    counting(Lengths, "_observe")
+    counting(host_arrays, "rows_of_inputs")
+    return counts
+
+
+@pytest.mark.parametrize("name", MINIBATCHES)
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_known_instances_are_not_looked_at(monkeypatch, looked_at, name, native):
+    monkeypatch.setenv("JEDBATCH_NATIVE", native)
+    fn, instance = MINIBATCHES[name]
+    batched = jedbatch.batch(fn)
+    counts = []
+    for _ in range(4):
+        minibatch = [instance(i) for i in range(6)]
+        check_call(batched, fn, minibatch)
+        counts.append(looked_at.copy())
+        looked_at.clear()
+    assert (counts[0]["instance_key"], counts[1]["instance_key"]) == (6, 6)
+    one_by_one = {"rows_of_inputs": counts[0]["rows_of_inputs"]} if name == "two dtypes" else {}
+    assert counts[2] == counts[3] == one_by_one
+    assert batched.plan(W, minibatch).host.num_known == 6
+
+
+def test_parts_of_known_minibatches_are_known(looked_at):
+    batched = jedbatch.batch(scaled)
+    for _ in range(2):
+        batched(W, [(vector(), float(i)) for i in range(6)])
+    looked_at.clear()
+    minibatch = [(vector(), float(i)) for i in (5, 0, 5, 3, 2)]
+    check_call(batched, scaled, minibatch)
+    assert not looked_at["instance_key"]
+    minibatch[2] = vector(), 7.0
+    check_call(batched, scaled, minibatch)
+    assert looked_at["instance_key"] == 5
+
+
+def test_arrays_that_are_met_twice_are_no_others():
+    def fn(w, pair):
+        x, y = pair
+        return (x @ w) * (3.0 if x is y else 1.0)
+
+    batched = jedbatch.batch(fn)
+    for _ in range(3):
+        x, y = vector(), vector()
+        for minibatch in [[(x, y)] * 6, [(x, x)] * 6, [(x, y), (y, y), (y, x), (x, x), (x, y)]]:
+            check_call(batched, fn, minibatch)
+
+
+def test_dtypes_are_told_apart():
+    fn = lambda w, x: jnp.asarray(x) * 2 + jnp.ones_like(x)  # noqa: E731
+    batched = jedbatch.batch(fn)
+    for _ in range(3):
+        for dtype in (np.float32, np.int32, np.int64, jnp.bfloat16):
+            minibatch = [(10 * vector()).astype(dtype) for _ in range(6)]
+            found = batched(W, minibatch)
+            assert found.dtype == jnp.asarray(minibatch[0]).dtype
+            assert_close(found, loop(fn, W, minibatch), 1e-2)
+
+
+def test_lengths_that_come_to_differ(looked_at):
+    """From then on instances are recorded for all lengths, those that were known as well."""
+    batched = jedbatch.batch(longest, in_axes=(None, 0))
+
+    def minibatch(*lengths):
+        return [(RNG.normal(size=(n, 3)).astype(np.float32), 1) for n in lengths]
+
+    for _ in range(3):
+        few = minibatch(*[4] * 6)
+        check_call(batched, longest, few)
+    assert looked_at["instance_key"] == 12
+    for lengths in ([4, 5, 4, 5, 2, 2], [4] * 6, [4] * 6):
+        few = minibatch(*lengths)
+        check_call(batched, longest, few)
+    assert looked_at["instance_key"] == 30
+    few = minibatch(7, 4, 4, 4, 4, 4)
+    check_call(batched, longest, few)
+    assert batched.plan(W, few).host.num_known == 6
+
+
+def test_what_does_not_fit_is_refused_again():
+    batched = jedbatch.batch(of_tokens)
+    for _ in range(3):
+        batched(W, [(np.arange(4), np.array(i)) for i in range(6)])
+    minibatch = [(np.arange(4), np.array(i)) for i in range(6)]
+    minibatch[4] = np.array([0, 1, 2, 1 << 40]), np.array(0)
+    with pytest.raises(OverflowError, match="instance 4 has int64 values from 0 to 1099511627776"):
+        batched(W, minibatch)
+
+
+def test_gradients_of_known_instances():
+    batched = jedbatch.batch(scaled)
+    for _ in range(3):
+        minibatch = [(vector(), 0.5 * (i % 3)) for i in range(6)]
+        loss = lambda w, few=minibatch: (batched(w, few) ** 2).sum()  # noqa: E731
+        judge = lambda w, few=minibatch: sum((scaled(w, x) ** 2).sum() for x in few)  # noqa: E731
+        assert_close(jax.grad(loss)(W), jax.grad(judge)(W), 1e-5)
+        x = jnp.stack([x for x, _ in minibatch])
+        of_rows = lambda x: [(row, 0.5 * (i % 3)) for i, row in enumerate(x)]  # noqa: E731
+        loss = lambda x, f=of_rows: (batched(W, f(x)) ** 2).sum()  # noqa: E731
+        judge = lambda x, f=of_rows: sum((scaled(W, i) ** 2).sum() for i in f(x))  # noqa: E731
+        assert_close(jax.grad(loss)(x), jax.grad(judge)(x), 1e-5)
+
+
+def test_a_plan_has_its_own_numbers():
+    """Numbers are kept for plans to come: what is written to those of one is not in another."""
+    batched = jedbatch.batch(scaled)
+    minibatch = [(vector(), 2.0) for _ in range(6)]
+    for _ in range(3):
+        plan = batched.plan(W, minibatch, gradient=False)
+        for rows in plan.inputs.values():
+            rows *= 0
+    check_call(batched, scaled, minibatch)
+
+
+def test_known_instances_have_a_bound():
+    batched = jedbatch.batch(scaled, cache_size=4)
+    for k in range(4):
+        minibatch = [(vector(), float(8 * (k % 2) + i)) for i in range(6)]
+        check_call(batched, scaled, minibatch)
+    (session,) = batched._sessions.values()
+    assert len(session.records.with_arrays._records) <= 4
