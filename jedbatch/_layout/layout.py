@@ -28,6 +28,7 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers, ranges
+from jedbatch._graph.types import NodeType
 from jedbatch._layout.allocator import Allocation, allocate
 from jedbatch._layout.bucketing import FINE_BUCKETS, NUM_WIDTHS, Buckets, tables_of
 from jedbatch._layout.explain import explain
@@ -81,6 +82,16 @@ class Layout:
     def lanes(self) -> Int64[np.ndarray, " T"]:
         """int64[T], lanes of each type."""
         return np.diff(self.lane_ptr)
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, int, int, tuple[tuple[NodeType, int, int], ...]]:
+        """(nodes, batches, lanes, (type, batches, nodes) of every type that runs)."""
+        batches = np.bincount(self.schedule.batch_type)
+        nodes = self.graph.nodes_per_type
+        ran = tuple(
+            (self.graph.types[t], int(batches[t]), int(nodes[t])) for t in self.graph.present_types
+        )
+        return int(nodes.sum()), len(self.schedule), int(self.lane_ptr[-1]), ran
 
     @functools.cached_property
     def padded(self) -> Int64[np.ndarray, " S"]:

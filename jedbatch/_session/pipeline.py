@@ -7,6 +7,7 @@ results are made of.
 """
 
 import functools
+import operator
 import time
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -341,8 +342,8 @@ def with_inputs(
         stages = [programs.stage(calls_of_region) for calls_of_region in calls]
         ragged_calls = make_ragged_calls(stages, calls, arrays, targets, signature)
         inputs |= ragged_calls.operands
-    clock = [*clock, time.perf_counter()]
-    seconds = {**seconds, **dict(zip(STAGES, np.diff(clock).tolist(), strict=True))}
+    ends = [*clock[1:], time.perf_counter()]
+    seconds = {**seconds, **dict(zip(STAGES, map(operator.sub, ends, clock), strict=True))}
     used = ragged_calls.stages if ragged_calls else ()
     lengths, regions = session.records.lengths, session.records.regions
     plan = Plan(

@@ -54,7 +54,7 @@ class RecordsOfArrays:
           instances: to find.
           learned: what is known of lengths and types by now.
         """
-        if not self._records or learned != self._learned:
+        if learned != self._learned:
             return None
         written = keys_with_arrays(instances, self._dtypes)
         if written is None:
@@ -183,6 +183,8 @@ class RecordCache:
 
     def recall(self, instances: list[Any]) -> tuple[list[Record], list[list[Array]]] | None:
         """Returns the records of instances with arrays, and these; None unless all are known."""
+        if not self.with_arrays.bytes:
+            return None
         found = self.with_arrays.find(instances, self._learned)
         if found is not None:
             self.lengths.none_apart()

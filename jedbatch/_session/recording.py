@@ -64,6 +64,8 @@ class Recording:
         if None not in known:
             cache.note_known()
             return records, arrays, [], len(instances)
+        if self.key is None and (recalled := cache.recall(subjects)) is not None:
+            return *recalled, [], len(instances)
         keys: list[Hashable] = [None] * len(instances)
         others = [i for i, same in enumerate(known) if same is None]
         plain, constant = plain_keys([subjects[i] for i in others])
@@ -71,9 +73,6 @@ class Recording:
         if are_plain:
             keys = list(plain)
         else:
-            recalled = cache.recall(subjects) if self.key is None else None
-            if recalled is not None:
-                return *recalled, [], len(instances)
             self._take_keys(instances, others, plain, keys, arrays)
         given = cache.look(keys, arrays)
         if are_plain:  # without arrays

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from jedbatch._graph.types import NodeType
 from jedbatch._layout.layout import Layout
 
@@ -53,15 +51,8 @@ class Round:
     @staticmethod
     def of(layout: Layout, instances: int, seconds: float, futures: int = 0) -> "Round":
         """The round that ran a layout."""
-        graph, schedule = layout.graph, layout.schedule
-        batches = np.bincount(schedule.batch_type)
-        ran = tuple(
-            (graph.types[t], int(batches[t]), int(graph.nodes_per_type[t]))
-            for t in graph.present_types
-        )
-        lanes = int(layout.lanes.sum())
-        nodes = int(graph.nodes_per_type.sum())
-        return Round(instances, nodes, len(schedule), lanes, ran, seconds, futures)
+        nodes, batches, lanes, ran = layout.counts
+        return Round(instances, nodes, batches, lanes, ran, seconds, futures)
 
     def __str__(self) -> str:
         who = f"{self.instances} waited" if self.instances else "the rest"
