@@ -57,7 +57,7 @@ from jedbatch._support.types import Array, ControlFlowName
 
 BranchesName = Literal["forward", "reverse", "both"]
 
-LEAST_LANES = 16  # that run at the same time
+LEAST_LANES = 8  # that run at the same time
 LONGEST = 6.0  # the longest loop of many, as a multiple of the mean, where nothing is known
 FEWEST = 4  # times as many lanes as run at a time, for a loop to be refilled
 EXCHANGE = 4.0  # starts of steps; loops whose steps of some at a time do less narrow instead

@@ -153,6 +153,25 @@ def test_how_many_lanes_run_at_a_time_depends_on_what_a_step_costs():
     assert lanes_at_a_time(100, 1, "lanes") == 16
 
 
+def test_few_lanes_do_not_run_in_wide_steps():
+    """Of 40 lanes 2 go on, in steps of 8 lanes."""
+    seen = []
+
+    def fn(n):
+        def body(carry):
+            i, x = carry
+            return counted(seen, i) + 1, jnp.tanh(x @ jnp.ones((128, 128)))
+
+        return lax.while_loop(lambda c: c[0] < n, body, (jnp.int32(0), jnp.ones(128)))
+
+    n = jnp.full(40, 2, jnp.int32).at[jnp.array([7, 30])].set(35)
+    steps, x = jax.jit(over_lanes(fn, n, mode="auto"))(n)
+    np.testing.assert_array_equal(steps, n)
+    np.testing.assert_allclose(x, loop(lambda n: fn(n)[1], n), rtol=1e-6)
+    jax.effects_barrier()
+    assert sum(seen) == 2 * 40 + 33 * 8 + int(n.sum())  # those of the judge, one by one
+
+
 def switch(index, x):
     branches = [lambda x, i=i: jnp.tanh(x @ (W + i)) if i else (x * 0, x)[1] for i in range(3)]
     return lax.switch(index, branches, x)
