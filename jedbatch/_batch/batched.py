@@ -508,13 +508,14 @@ class Batched(Generic[*Given, Result]):
     ) -> Any:
         """Returns what `Recording.find` does, and what the function reads besides its arguments."""
         cache, reached = session.records, self._environment.look()
+        recalled = self._recording.recall(cache, instances, reached)
+        if recalled is not None:
+            return *recalled, [], len(instances), reached
         num_known = 0
         try:
             cache.read(reached)
             with without_mesh():
-                records, arrays, tracers, num_known = self._recording.find(
-                    session.records, instances, read
-                )
+                records, arrays, tracers, num_known = self._recording.find(cache, instances, read)
         finally:
             cache.nothing_to_read()
             if num_known < len(instances):  # else the function was not called

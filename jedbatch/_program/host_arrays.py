@@ -125,13 +125,14 @@ class Assembly:
 
 
 def _joined(arrays: Sequence[Array], kind: Kind) -> np.ndarray | None:
-    """Returns arrays as rows [k, *shape]; None unless they are NumPy's, of one dtype, and fit."""
+    """Returns arrays as rows [k, *shape]; None unless they are NumPy's and fit the dtype."""
     shape, dtype = kind
-    if set(map(type, arrays)) != {np.ndarray} or len({x.dtype for x in arrays}) > 1:
+    if set(map(type, arrays)) != {np.ndarray}:
         return None
     has_rows = bool(shape and shape[0])
     rows = np.concatenate(arrays).reshape(-1, *shape) if has_rows else np.array(arrays)
-    return rows if _fits(rows, dtype) else None
+    is_whole = rows.dtype.kind in "iu"  # no rounded ones, such as of int64 and uint64 together
+    return rows if rows.dtype == dtype or (is_whole and _fits(rows, dtype)) else None
 
 
 def _held_by_all(records: Sequence[Record]) -> dict[Kind, list[np.ndarray]] | None:
@@ -242,7 +243,7 @@ def results_from(
     """
     if not any(isinstance(x, list) for x in outputs):
         outputs = split_outputs(outputs, form.batch)
-    on_host = functools.cache(lambda stage, result: _on_host(packed[stage][result]))
+    on_host: dict[tuple[int, int], Any] = {}
 
     def leaf(kind: Kind, place: Any) -> Any:
         if isinstance(place, Slice):
@@ -252,7 +253,10 @@ def results_from(
         return from_stored(arena[stored_kind(kind)][place], ValueType(*kind))
 
     def cut_out(place: Slice) -> Array:
-        rows = on_host(place.stage, place.result)
+        which = place.stage, place.result
+        if which not in on_host:
+            on_host[which] = _on_host(packed[place.stage][place.result])
+        rows = on_host[which]
         sizes = [place.shape[axis] for axis in place.axes]
         rows = rows[place.start : place.start + math.prod(sizes)]
         xp = np if isinstance(rows, np.ndarray) else jnp

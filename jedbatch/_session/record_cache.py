@@ -181,9 +181,16 @@ class RecordCache:
             for g, instance_arrays in zip(types, arrays, strict=True)
         ]
 
-    def recall(self, instances: list[Any]) -> tuple[list[Record], list[list[Array]]] | None:
-        """Returns the records of instances with arrays, and these; None unless all are known."""
-        if not self.with_arrays.bytes:
+    def recall(
+        self, instances: list[Any], reached: Reached
+    ) -> tuple[list[Record], list[list[Array]]] | None:
+        """Returns the records of instances with arrays, and these; None unless all are known.
+
+        Args:
+          instances: to find.
+          reached: what recordings read besides; not the arrays, which may be others.
+        """
+        if not self.with_arrays.bytes or reached.number != self._number:
             return None
         found = self.with_arrays.find(instances, self._learned)
         if found is not None:

@@ -16,6 +16,7 @@ from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
 from jedbatch._ragged.lengths import RaggedTypes
 from jedbatch._ragged.regions import Cut, Uncut
 from jedbatch._ragged.tiled_records import on_tiles
+from jedbatch._record.environment import Reached
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import instance_key, plain_keys
 from jedbatch._record.trace import trace
@@ -33,6 +34,11 @@ def keyed(i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
         raise
 
 
+def _subjects(instances: Sequence[tuple]) -> list[Any]:
+    """Returns instances as their keys say them: the only mapped argument, or all of them."""
+    return [x[0] if len(x) == 1 else x for x in instances]
+
+
 @dataclass(frozen=True)
 class Recording:
     """Finds or makes the records of instances of a function.
@@ -47,6 +53,18 @@ class Recording:
     join: Callable
     key: Callable[..., Hashable] | None
 
+    def recall(
+        self, cache: RecordCache, instances: Sequence[tuple], reached: Reached
+    ) -> tuple[list[Record], list[list[Any]]] | None:
+        """Returns (records of the instances, their arrays) at a glance; None unless all are known.
+
+        Args:
+          cache: records that are kept.
+          instances: the mapped arguments of each.
+          reached: what the function reads besides its arguments.
+        """
+        return None if self.key is not None else cache.recall(_subjects(instances), reached)
+
     def find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None = None):
         """(records of the instances, their arrays, closed-over tracers, how many were known)."""
         records, arrays, tracers, num_known = until_guards_hold(
@@ -56,7 +74,7 @@ class Recording:
 
     def _find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None) -> Any:
         """Does the same under what is assumed now; may raise `GuardFailed`."""
-        subjects: list[Any] = [x[0] if len(x) == 1 else x for x in instances]
+        subjects = _subjects(instances)
         known: list[Any] = list(map(cache.by_id.get, map(id, subjects)))
         records: list[Any] = [same and same[1] for same in known]
         nothing: Sequence[Any] = ()
@@ -64,8 +82,6 @@ class Recording:
         if None not in known:
             cache.note_known()
             return records, arrays, [], len(instances)
-        if self.key is None and (recalled := cache.recall(subjects)) is not None:
-            return *recalled, [], len(instances)
         keys: list[Hashable] = [None] * len(instances)
         others = [i for i, same in enumerate(known) if same is None]
         plain, constant = plain_keys([subjects[i] for i in others])
