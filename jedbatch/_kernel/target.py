@@ -11,6 +11,10 @@ what starting one costs, and how a program finds its next instruction:
               superinstructions (see `_program.instructions`). XLA:GPU runs such a program from CUDA
               graphs without asking the host, provided that command buffers are enabled for `while`.
 
+XLA asks LLVM for its highest level of optimization, which unrolls more of the loops over the
+elements of a row. On CPUs that takes long and makes nothing faster, so programs are compiled at the
+level below (`benchmarks/questions/llvm.py` compares them).
+
 The figures of "gpu" were chosen by runs on an H100; `benchmarks/gpu.py` measures them again, and
 what it compares them with. Those for lanes whose loops or branches values decide on are of an H200:
 
@@ -105,6 +109,7 @@ class Target:
       control: how the next instruction is found, "loops" or "switch".
       superinstruction: opcodes in a superinstruction at most; 1 for none.
       command_buffers: what XLA:GPU puts into CUDA graphs; empty for what it does by default.
+      optimization_level: how hard LLVM optimizes, from 0 to 3; None for what XLA does by default.
     """
 
     name: str
@@ -134,6 +139,7 @@ class Target:
     control: str = "loops"
     superinstruction: int = 1
     command_buffers: tuple[str, ...] = ()
+    optimization_level: int | None = 2
 
     @staticmethod
     def named(name: TargetName) -> "Target":
@@ -222,11 +228,14 @@ class Target:
         """Options of `jax.jit` that programs for this target should be compiled with.
 
         Returns:
-          Options of XLA by name; none for CPUs.
+          Options of XLA by name.
         """
-        if not self.command_buffers:
-            return {}
-        return {"xla_gpu_enable_command_buffer": ",".join(self.command_buffers)}
+        options = {}
+        if self.command_buffers:
+            options["xla_gpu_enable_command_buffer"] = ",".join(self.command_buffers)
+        if self.optimization_level is not None:
+            options["xla_backend_optimization_level"] = str(self.optimization_level)
+        return options
 
 
 @functools.cache
@@ -276,6 +285,7 @@ GPU = Target(
     control="switch",
     superinstruction=8,
     command_buffers=COMMAND_BUFFERS,
+    optimization_level=None,
 )
 TARGETS = {"cpu": CPU, "gpu": GPU}
 
@@ -325,13 +335,14 @@ def compiler_options(target: TargetName | Target | None = None) -> dict[str, str
 
     A batched function that is called by itself is compiled with them. XLA takes the options of a
     program from the outermost `jax.jit`, so inside of one of yours you must pass them on. Without
-    them nothing goes wrong, but on a GPU every loop asks the host whether to go on.
+    them nothing goes wrong, but on a GPU every loop asks the host whether to go on, and on a CPU
+    programs take longer to compile.
 
     Args:
       target: "cpu", "gpu", a `jedbatch.Target`, or None for JAX's default device.
 
     Returns:
-      Options as `jax.jit(..., compiler_options=...)` takes them; none on a CPU.
+      Options as `jax.jit(..., compiler_options=...)` takes them.
 
     Examples:
       >>> import jax, jedbatch

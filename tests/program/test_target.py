@@ -15,7 +15,7 @@ from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.instructions import InstructionSet
 from jedbatch.testing import check_against_loop
 
-GPU = jedbatch.Target.named("gpu")
+CPU, GPU = map(jedbatch.Target.named, ("cpu", "gpu"))
 VERSION = tuple(map(int, jax.__version__.split(".")[:2]))
 
 
@@ -234,10 +234,26 @@ def test_one_chunk_holds_all_loops_on_a_gpu(instances, widths):
 
 
 def test_options_for_jit():
-    assert jedbatch.compiler_options("cpu") == {}
+    assert jedbatch.compiler_options("cpu") == {"xla_backend_optimization_level": "2"}
     assert "WHILE" in jedbatch.compiler_options("gpu")["xla_gpu_enable_command_buffer"]
     plain = dataclasses.replace(GPU, name="plain", command_buffers=())
     assert jedbatch.compiler_options(plain) == {}
+
+
+def test_calls_are_compiled_with_the_options(params):
+    target = dataclasses.replace(CPU, name="wrong", optimization_level="unknown")  # to XLA
+    fn = lambda p, tree: encode(p, tree)[0]  # noqa: E731
+    batched, minibatch = jedbatch.batch(fn, target=target), trees(0, 2)
+    plan = batched.plan(params, minibatch)
+    refused = pytest.raises(jax.errors.JaxRuntimeError, match="xla_backend_optimization_level")
+    with refused:
+        batched(params, minibatch)
+    with refused:
+        jax.grad(lambda p: batched(p, minibatch).sum())(params)
+    with refused:
+        jax.jit(batched.apply, compiler_options=target.compiler_options())(params, plan)
+    loop = [fn(params, tree) for tree in minibatch]
+    np.testing.assert_allclose(jax.jit(batched.apply)(params, plan), loop, rtol=1e-5)
 
 
 def test_targets_that_do_not_exist():
