@@ -28,7 +28,7 @@ from jedbatch._jaxpr.configuration import devices_of, finds_faults, is_staging
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import row_bytes
 from jedbatch._jaxpr.transfers import handed_over
-from jedbatch._jaxpr.zeros import guarded, sources_of, where_alive
+from jedbatch._jaxpr.zeros import guarded, keeps_zeros, sources_of, where_alive
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.arenas import take, zeros
@@ -352,8 +352,8 @@ def pulled_back(
 ) -> list[Array]:
     """Cotangents of the shared values from those of what `prepare` makes of them.
 
-    `gradients` has None for what gets nothing, and `alive` says, at run time, if the others do.
-    Again None for what gets nothing.
+    `gradients` has None for what gets nothing, and `alive` says, at run time, if the others do; they
+    are zeros if not. Again None for what gets nothing.
     """
     moving = [i for i, x in enumerate(shared) if has_gradient(x.dtype)]
 
@@ -372,9 +372,13 @@ def pulled_back(
     sources = sources_of(back.jaxpr, back.jaxpr.invars)
     closed = guarded(back.jaxpr, back.consts, back.jaxpr.invars)
     outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *present, *flags)
+    sums = jax.core.eval_jaxpr(back.jaxpr, back.consts, *present)
+    are_sums = keeps_zeros(back.jaxpr, back.jaxpr.invars)
     of_shared: list[Any] = [None] * len(shared)
-    for i, x, source_ids in zip(moving, outs, sources, strict=True):
-        if source_ids:
+    for i, x, total, is_sum, source_ids in zip(moving, outs, sums, are_sums, sources, strict=True):
+        if is_sum:
+            of_shared[i] = total
+        elif source_ids:
             of_shared[i] = where_alive(jnp.stack([flags[s] for s in sorted(source_ids)]).any(), x)
     return of_shared
 
