@@ -57,7 +57,7 @@ NARROWEST_BLOCK = 8  # each block reads and writes a whole gradient
 GPU_BLOCKS = Buckets((512, 2048), 512)
 BLOCK_ROWS = 512  # up to which lanes that multiply several rows by each weight are put together
 HEAVY_BLOCKS = Buckets((64, 256))  # products of 512 rows take longer where matrices are large
-LIGHT_BLOCKS = Buckets((64, 512))
+LIGHT_BLOCKS = Buckets((64,))  # a second width makes nothing faster and would be compiled, too
 
 # What XLA:GPU puts into command buffers: what JAX 0.11 has it do by default, and loops.
 COMMAND_BUFFERS = (
@@ -188,8 +188,7 @@ class Target:
         Returns:
           The widths of blocks, in lanes.
         """
-        is_light = self._start(work) > self.heavy_start
-        blocks = self.light_blocks if is_light else self.heavy_blocks
+        blocks = self.light_blocks if self._start(work) > LEAST_START else self.heavy_blocks
         fitting = [w for w in blocks.widths if w * row_bytes <= self.chunk_bytes]
         rows *= blocks.widths[-1] / max(blocks.widths[-1], BLOCK_ROWS)
         parts = 1 << max(0, int(math.log2(max(1, rows))))

@@ -352,8 +352,8 @@ def pulled_back(
 ) -> list[Array]:
     """Cotangents of the shared values from those of what `prepare` makes of them.
 
-    `gradients` has None for what gets nothing, and `alive` says, at run time, if the others do; they
-    are zeros if not. Again None for what gets nothing.
+    `gradients` has None for what gets nothing, and `alive` says, at run time, if the others do;
+    they are zeros if not. Again None for what gets nothing.
     """
     moving = [i for i, x in enumerate(shared) if has_gradient(x.dtype)]
 

@@ -256,6 +256,14 @@ def test_calls_are_compiled_with_the_options(params):
     np.testing.assert_allclose(jax.jit(batched.apply)(params, plan), loop, rtol=1e-5)
 
 
+def test_blocks_of_weight_gradients():
+    """Lanes that do little are compiled in one width, heavy ones in two."""
+    assert [CPU.weight_blocks(work, 1000).widths for work in (10**5, 10**6)] == [(64,), (64, 256)]
+    assert CPU.weight_blocks(10**5, 1000, rows=32).widths == (16,)
+    for work in (10**5, 10**12):
+        assert GPU.weight_blocks(work, 1000).widths == (512, 2048)
+
+
 def test_targets_that_do_not_exist():
     with pytest.raises(ValueError, match=r"`batch` got target='tpu'; expected one of \['cpu'"):
         jedbatch.batch(encode, target="tpu")
