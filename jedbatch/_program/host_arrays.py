@@ -90,13 +90,14 @@ class Assembly:
         for kind, of_kind in parts.items() if self._is_able else ():
             later = np.zeros((1, *kind[0]), kind[1])
             rows: list[Any] = [later if x.leaf is not None else x.rows for _, x in of_kind]
-            self._held[kind] = pack_rows(kind, rows, rooms[kind])
             ends = itertools.accumulate(map(len, rows))
             whole = [
                 (i, chunk.leaf, end - 1)
                 for (i, chunk), end in zip(of_kind, ends, strict=True)
                 if chunk.leaf is not None
             ]
+            if len(whole) < len(rows):
+                self._held[kind] = pack_rows(kind, rows, rooms[kind])
             if whole:
                 numbers = [row for *_, row in whole]
                 is_all = numbers == list(range(len(whole)))
@@ -115,7 +116,10 @@ class Assembly:
         """Returns what `assemble` does."""
         if not self._is_able:
             return assemble(self._rooms, self._records, arrays, numbers)
-        found = {kind: rows.copy() for kind, rows in self._held.items()}
+        found: dict[Kind, np.ndarray] = {}
+        for kind, room in self._rooms.items():
+            held = self._held.get(kind)
+            found[kind] = np.zeros((room, *kind[0]), kind[1]) if held is None else held.copy()
         for kind, (which, place) in self._whole.items():
             joined = _joined([arrays[i][leaf] for i, leaf in which], kind)
             if joined is None:

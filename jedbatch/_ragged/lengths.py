@@ -77,13 +77,11 @@ class LengthFamily:
         """Takes note of one instance; returns whether another array varies now."""
         if lengths == self.lengths:
             return False
-        known, self.varied = (
-            self.varied,
-            [
-                is_varied or n != before
-                for is_varied, n, before in zip(self.varied, lengths, self.lengths, strict=True)
-            ],
-        )
+        known = self.varied
+        self.varied = [
+            is_varied or n != before
+            for is_varied, n, before in zip(known, lengths, self.lengths, strict=True)
+        ]
         return self.varied != known
 
     def add(self, pairs: Iterable[Pair]) -> None:

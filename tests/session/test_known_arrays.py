@@ -212,6 +212,14 @@ def test_a_plan_has_its_own_numbers():
     check_call(batched, scaled, minibatch)
 
 
+def test_of_minibatches_numbers_are_kept_and_no_arrays():
+    batched = jedbatch.batch(lambda w, pair: pair[0].sum() * pair[1])
+    for _ in range(3):
+        batched(W, [(np.ones((400, 500), np.float32), 2.0) for _ in range(6)])
+    (session,) = batched._sessions.values()
+    assert session.arranged.bytes < 200_000 < 6 * 400 * 500 * 4
+
+
 def test_known_instances_have_a_bound():
     batched = jedbatch.batch(scaled, cache_size=4)
     for k in range(4):
