@@ -132,13 +132,19 @@ def with_gradient(fn: Callable[..., Any]) -> Callable[..., Any]:
     return jax.value_and_grad(lambda params, x: fn(params, x).sum())
 
 
-def interleaved(functions: Sequence[Callable[[], Any]], budget: float, least: int = 7) -> Times:
+def interleaved(
+    functions: Sequence[Callable[[], Any]],
+    budget: float,
+    least: int = 7,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Times:
     """Times functions in turns, so that whatever else the machine does hits all alike.
 
     Args:
       functions: each is run twice to warm up.
       budget: seconds to spend.
       least: rounds to make even if the budget is spent.
+      clock: `time.process_time` for seconds of CPU, which other work on the machine hardly changes.
     """
     for run in [*functions, *functions]:
         jax.block_until_ready(run())
@@ -148,16 +154,16 @@ def interleaved(functions: Sequence[Callable[[], Any]], budget: float, least: in
         found = [0.0] * len(functions)
         for i in range(len(functions)):
             i = (i + len(rounds)) % len(functions)  # none always follows the same neighbour
-            found[i] = seconds(functions[i])
+            found[i] = seconds(functions[i], clock)
         rounds.append(found)
     return Times(np.array(rounds).T)
 
 
-def seconds(run: Callable[[], Any]) -> float:
+def seconds(run: Callable[[], Any], clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of one run, until its results are there."""
-    start = time.perf_counter()
+    start = clock()
     jax.block_until_ready(run())
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def spread(values: Sequence[float] | np.ndarray, scale: float = 1.0, digits: int = 2) -> str:
