@@ -1,7 +1,6 @@
 """Inputs and outputs of arenas: values of instances as rows, and rows as results."""
 
 import collections
-import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
