@@ -5,7 +5,8 @@ Python decides on the value of an array in the middle of a function: in an `if`,
 if nothing had happened. Greenlets do that: each instance is one, with a Python stack of its own,
 and switching takes less than a microsecond. To begin one takes ten times as long, since Python asks
 the system for its stack. So greenlets whose instance is done are *parked*, for instances of later
-calls.
+calls. Python counts the frames of a greenlet from where it began, so one that began deep in a
+recursion is not used where there is more room.
 
 JAX keeps the trace that operations go to per thread, not per greenlet, so a switch takes
 it along; each instance begins in the caller's context variables. Other state of the thread, such as
@@ -16,7 +17,9 @@ inside of such a block (see `_control_flow.rounds`, which says so where it can t
 import collections
 import contextvars
 import functools
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 from jax.extend.core import take_current_trace
@@ -48,6 +51,15 @@ def _work(given: list[Callable[[], None]]) -> None:
     while True:
         given.pop()()
         given = greenlet.getcurrent().parent.switch(_DONE)
+
+
+def _frames() -> int:
+    """Returns how many frames of Python there are, those that greenlets began in included."""
+    frame: FrameType | None = sys._getframe()
+    count = getattr(greenlet.getcurrent(), "began_at", 0)
+    while frame is not None:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 class Fibers:
@@ -83,6 +95,7 @@ class Fibers:
         self._parked = [] if parked is None else parked
         self._work: dict[int, Callable[[], None]] = {}  # of fibres that have not begun
         self._hub = greenlet.getcurrent()
+        self._frames = _frames()
         self._ready: collections.deque[int] = collections.deque()
         self._fibers: dict[int, Any] = {}
         self.owners: list[int] = []
@@ -96,11 +109,14 @@ class Fibers:
         """Adds a fibre of an instance, whose turn will come; returns its number."""
         fiber = len(self.owners)
         self.owners.append(instance)
+        while self._parked and self._parked[-1].began_at > self._frames:
+            self._parked.pop()
         if self._parked:
             taken = self._parked.pop()
-            taken.parent = self._hub
         else:
-            taken = greenlet.greenlet(_work, self._hub)
+            taken = greenlet.greenlet(_work)
+            taken.began_at = self._frames
+        taken.parent = self._hub
         taken.gr_context = contextvars.copy_context()
         self._fibers[fiber], self._work[fiber] = taken, run
         self._ready.append(fiber)

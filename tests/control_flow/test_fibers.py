@@ -252,3 +252,31 @@ def test_those_who_have_not_begun_are_let_go():
     ended = []
     run_all(Fibers(ended.append, 2, parked))
     assert ended == [0, 1]
+
+
+def test_greenlets_that_began_deep_in_a_recursion_are_not_used_where_there_is_more_room():
+    parked, begun, deepest = [], [], []
+
+    def recurse(depth, then):
+        return then() if depth == 0 else recurse(depth - 1, then)
+
+    def run(i):
+        begun.append(greenlet.getcurrent())
+
+    def recursing(i):
+        recurse(600, lambda: deepest.append(i))
+
+    recurse(500, lambda: run_all(Fibers(run, 2, parked)))
+    recurse(600, lambda: run_all(Fibers(run, 2, parked)))
+    assert set(begun[2:]) == set(begun[:2]) == set(parked)
+    run_all(Fibers(recursing, 3, parked))
+    assert deepest == [0, 1, 2]
+    assert set(begun).isdisjoint(parked)
+
+    def inner(i):
+        run_all(Fibers(run, 4, parked))
+
+    parked.clear()
+    recurse(500, lambda: run_all(Fibers(inner, 1, parked)))  # the frames before it count as well
+    run_all(Fibers(recursing, 5, parked))
+    assert deepest == [0, 1, 2, 0, 1, 2, 3, 4]
