@@ -133,7 +133,8 @@ def _joined(arrays: Sequence[Array], kind: Kind) -> np.ndarray | None:
     if set(map(type, arrays)) != {np.ndarray}:
         return None
     has_rows = bool(shape and shape[0])
-    rows = np.concatenate(arrays).reshape(-1, *shape) if has_rows else np.array(arrays)
+    size = len(arrays), *shape
+    rows = np.concatenate(arrays).reshape(size) if has_rows else np.array(arrays)
     is_whole = rows.dtype.kind in "iu"  # no rounded ones, such as of int64 and uint64 together
     return rows if rows.dtype == dtype or (is_whole and _fits(rows, dtype)) else None
 

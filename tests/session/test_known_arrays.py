@@ -46,6 +46,11 @@ def of_tokens(w, instance):
     return w[words % 3].sum(0) + place
 
 
+def with_sum(w, instance):
+    x, empty = instance
+    return jnp.tanh(x @ w) + jnp.tanh(empty).sum()
+
+
 def check_call(batched, fn, minibatch):
     assert_close(batched(W, minibatch), loop(fn, W, minibatch), 1e-5)
 
@@ -55,6 +60,7 @@ MINIBATCHES = {
     "dicts": (of_both, lambda i: {"x": vector(), "y": vector(), "k": RNG.integers(0, 9, 2)}),
     "numbers of 64 bits": (of_tokens, lambda i: (RNG.integers(0, 9, 4), np.array(i % 4))),
     "two arrays of a shape": (both_rows, lambda i: [vector(), 1.0, vector()]),
+    "arrays without columns": (with_sum, lambda i: (vector(), np.zeros((2, 0), np.float32))),
     "two dtypes": (of_tokens, lambda i: (np.arange(4, dtype=f"i{4 + i % 2 * 4}"), np.array(i))),
 }
 
