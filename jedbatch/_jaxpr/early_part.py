@@ -135,7 +135,7 @@ def _products_apart(
     def rule(eqn: Equation, values: list[jax.Array]) -> Sequence[Array]:
         if eqn.primitive.name == "concatenate":
             joined[eqn.outvars[0]] = eqn, values
-        elif eqn.primitive.name == "dot_general" and _sums_in_order(eqn):
+        elif _sums_in_order(eqn):
             for side, v in enumerate(eqn.invars):
                 if v in joined and eqn.invars[1 - side] not in varying:
                     two = _two_products(eqn, values, side, *joined[v], waiting)
@@ -178,10 +178,13 @@ def _two_products(
 
 
 def _sums_in_order(eqn: Equation) -> bool:
-    """Returns whether a sum of two products loses no more bits than the product of both.
+    """Returns whether it is a product of which a sum of two loses no more bits than one of both.
 
-    Sums in half precision are rounded once more than inside of a product.
+    Sums in half precision are rounded once more than inside of a product. A product with a number
+    that the program holds sums nothing.
     """
+    if eqn.primitive.name != "dot_general" or not all(isinstance(v, Var) for v in eqn.invars):
+        return False
     dtype = eqn.outvars[0].aval.dtype
     return bool(jax.dtypes.issubdtype(dtype, np.inexact)) and jax.numpy.finfo(dtype).bits >= 32
 
