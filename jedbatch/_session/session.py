@@ -106,8 +106,7 @@ class Session:
         session.arranged = Memory(limit, num_bytes, lambda _, arranged: arranged.nbytes)
         session.structures = Structures(options.cache_size, options.cache_bytes // 4)
         if options.granularity is None and target.projection_bytes:
-            bounds = options.cache_size, options.cache_bytes // 4
-            session.projections = Projections(registry, target.projection_bytes, *bounds)
+            session.projections = Projections(registry, target.projection_bytes)
         return session
 
     @property

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 
 import jax
@@ -140,12 +141,48 @@ def test_cells_of_children_alone_stay_whole():
 
 def test_a_type_is_cut_once_it_recurs():
     batched = jedbatch.batch(layers, target=SMALL)
-    short = [(1,), (2,)]
+    short = [(n,) for n in range(9)]
     assert set(names(batched.plan(PARAMS, short, gradient=False))) == {"embed", "lstm"}
     both = [(1,), (2, 3)]
-    assert "inputs of lstm" in names(batched.plan(PARAMS, both, gradient=False))
+    assert names(batched.plan(PARAMS, both, gradient=False))["inputs of lstm"] == (6, 2)
     close(batched(PARAMS, both), jnp.stack(loop(layers, PARAMS, both)))
     assert "inputs of lstm" in names(batched.plan(PARAMS, [(4,), (5,)], gradient=False))
+
+
+def pairs(params, node):
+    if isinstance(node, int):
+        return embed(params, node)
+    left, right = (pairs(params, child) for child in node)
+    return lstm(params, left, (right, left), name="w")[0]
+
+
+def test_a_type_is_whole_once_all_its_operands_recur():
+    """Of trees that lean to one side, one child is always a word; of others, none is."""
+    batched = jedbatch.batch(pairs, target=SMALL)
+    leaning, other = [(1, (2, (3, 4))), (5, 6)], [((1, 2), (3, 4)), (5, (6, 7))]
+    for _ in range(2):
+        plan = batched.plan(PARAMS, leaning, gradient=False)
+        assert names(plan) == {"embed": (6, 1), "inputs of lstm": (4, 1), "lstm": (4, 3)}
+        close(batched.apply(PARAMS, plan), jnp.stack(loop(pairs, PARAMS, leaning)))
+    close(batched(PARAMS, other), jnp.stack(loop(pairs, PARAMS, other)))
+    for trees, embedded, merged in ((other, 7, (5, 2)), (leaning, 6, (4, 3))):
+        plan = batched.plan(PARAMS, trees, gradient=False)
+        assert names(plan) == {"embed": (embedded, 1), "lstm": merged}
+        close(batched(PARAMS, trees), jnp.stack(loop(pairs, PARAMS, trees)))
+
+
+def test_cut_graphs_are_forgotten_with_instances():
+    def alive():
+        gc.collect()
+        return sum(isinstance(x, Graph) for x in gc.get_objects())
+
+    before = alive()
+    batched = jedbatch.batch(layers, target=SMALL, cache_bytes=1)
+    for n in range(1, 9):
+        plan = batched.plan(PARAMS, [(n,) * (n + 1), (n,)], gradient=False)
+        assert "inputs of lstm" in names(plan)
+    del plan
+    assert alive() <= before + 4
 
 
 def test_new_sentences_compile_nothing():
@@ -183,7 +220,12 @@ def of_matrices(w, u, x, h):
     return jnp.concatenate([m, n], axis=1) @ jnp.concatenate([w, u]), jnp.concatenate([m, n]) @ w
 
 
-@pytest.mark.parametrize("fn", [of_gates, of_joined, of_matrices])
+def of_numbers(w, u, x, h):
+    """Products with a number, which sum over nothing."""
+    return jnp.tensordot(2.0, x @ w, 0) + h @ u, jnp.tensordot(jnp.concatenate([x, h]), 3.0, 0)
+
+
+@pytest.mark.parametrize("fn", [of_gates, of_joined, of_matrices, of_numbers])
 def test_both_parts_compute_the_program(fn, monkeypatch):
     monkeypatch.setattr(early_parts, "FEWER", 0)
     args = [jnp.asarray(RNG.normal(size=s), jnp.float32) for s in ((8, 8), (8, 8), (8,), (8,))]

@@ -12,8 +12,9 @@ Cuts hold for plans of values alone, on a CPU. The gradient of one large product
 fast, and what nodes give each other would have to be kept.
 """
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -25,10 +26,9 @@ from jedbatch._jaxpr.early_part import Part, early_part
 from jedbatch._jaxpr.interpret import performs
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._record.registry import Registry
-from jedbatch._support.caches import Memory
 
 OF_NUMBERS = 4  # times the gain, where numbers enter, whose rows of a table are read there, too
-MANY_GRAPHS = 8  # that a type was seen in before it is taken for one that does not recur
+MANY_MINIBATCHES = 8  # that a type was new in before it is taken for one that does not recur
 CONTROL_FLOW = ("while", "scan", "cond")
 
 
@@ -47,69 +47,82 @@ class Cut(NamedTuple):
     second_reads: tuple[int, ...]
 
 
+class Halves(NamedTuple):
+    """A graph with nodes cut in two, and the records of its instances that were asked for."""
+
+    graph: Graph
+    records: dict[int, Record]
+
+    def of(self, record: Record) -> Record:
+        """Returns the record of an instance of the graph that was cut."""
+        found = self.records.get(record.index)
+        if found is None:
+            found = Record(self.graph, record.index, record.structure, record.types)
+            self.records[record.index] = found
+        return found
+
+
 class Projections:
     """Cuts nodes in two. Belongs to one registry.
 
     Args:
       registry: where types are interned.
       least: bytes of the weights of a product that is worth a node.
-      limit, most: graphs to keep, and their bytes.
     """
 
-    def __init__(self, registry: Registry, least: int, limit: int, most: int):
+    def __init__(self, registry: Registry, least: int):
         self._registry = registry
         self._least = least
         self._cuts: dict[int, Cut | None] = {}  # by node type, once that is decided
-        self._seen: dict[int, int] = {}  # in how many graphs, for other types
-        self._graphs: dict[Graph, Graph] = Memory(limit, most, lambda _, graph: graph.nbytes)
-        self._records: dict[Record, Record] = Memory(limit)
+        self._late: dict[int, set[int]] = {}  # operands that came late in some graph, of cut types
+        self._seen: dict[int, int] = {}  # in how many minibatches, for other types
+        self._graphs: MutableMapping[Graph, Halves | None] = WeakKeyDictionary()
 
     def cut(self, records: Sequence[Record]) -> Sequence[Record]:
         """Returns the records of instances with nodes cut in two, where that pays."""
         if any(type(r) is not Record for r in records):
             return records
-        types = {t for graph in {r.whole for r in records} for t in graph.present_types}
+        graphs = {r.whole for r in records}
+        types = {t for graph in graphs for t in graph.present_types}
         if not types - self._cuts.keys() and not any(self._cuts[t] for t in types):
             return records
-        return list(map(self._record, records))
+        new = [graph for graph in graphs if graph not in self._graphs]
+        if new:
+            self._decide(new)
+        for graph in graphs:
+            if graph not in self._graphs:
+                cuts = {t: c for t in graph.present_types if (c := self._cuts.get(t)) is not None}
+                cut = Halves(_with_cuts(graph, cuts, self._registry.types), {}) if cuts else None
+                self._graphs[graph] = cut
+        found = {graph: self._graphs[graph] for graph in graphs}
+        return [r if (cut := found[r.whole]) is None else cut.of(r) for r in records]
 
-    def _record(self, record: Record) -> Record:
-        known = self._records.get(record)
-        if known is None:
-            graph = self._graph(record.whole)
-            if graph is record.whole:
-                return record
-            known = Record(graph, record.index, record.structure, record.types)
-            self._records[record] = known
-        return known
+    def _decide(self, graphs: Sequence[Graph]) -> None:
+        """Finds out which types of the graphs of a minibatch are to be cut, and where.
 
-    def _graph(self, graph: Graph) -> Graph:
-        known = self._graphs.get(graph)
-        if known is not None:
-            return known
-        self._decide(graph)
-        cuts = {t: cut for t in graph.present_types if (cut := self._cuts.get(t)) is not None}
-        if not cuts:
-            return graph
-        known = self._graphs[graph] = _with_cuts(graph, cuts, self._registry.types)
-        return known
-
-    def _decide(self, graph: Graph) -> None:
-        """Finds out which types of a graph are to be cut."""
-        new = [t for t in graph.present_types if t not in self._cuts]
-        for t in new:
-            if not _may_be_cut(graph.types[t]):
-                self._cuts[t] = None
-        new = [t for t in new if t not in self._cuts]
-        if not new:
-            return
-        late = late_operands(graph, new)
-        for t in new:
-            self._seen[t] = self._seen.get(t, 0) + 1
-            if late[t]:
-                self._cuts[t] = self._cut(t, late[t])
-            elif self._seen[t] >= MANY_GRAPHS:
-                self._cuts[t] = None
+        A type is cut anew, or no longer, once an operand comes late that never did before.
+        """
+        late: dict[int, set[int]] = {}
+        for graph in graphs:
+            types = []
+            for t in graph.present_types:
+                if t not in self._cuts and not _may_be_cut(graph.types[t]):
+                    self._cuts[t] = None
+                if self._cuts.get(t, True) is not None:
+                    types.append(t)
+            if types:
+                for t, places in late_operands(graph, types).items():
+                    late.setdefault(t, set()).update(places)
+        for t, places in late.items():
+            before = self._late.get(t, set())
+            if not places <= before:
+                self._late[t] = before | places
+                self._cuts[t] = self._cut(t, self._late[t])
+                self._graphs.clear()
+            elif not before:
+                self._seen[t] = self._seen.get(t, 0) + 1
+                if self._seen[t] >= MANY_MINIBATCHES:
+                    self._cuts[t] = None
 
     def _cut(self, node_type: int, late: set[int]) -> Cut | None:
         registry = self._registry
@@ -124,10 +137,10 @@ class Projections:
         )
         if weights * (1 if reads_rows else OF_NUMBERS) < self._least:
             return None
-        name = f"inputs of {whole.name}"
-        of_first = self._type(name, ("projection", node_type), first, shared, kinds, [])
+        name, of = f"inputs of {whole.name}", (node_type, *sorted(late))
+        of_first = self._type(name, ("projection", *of), first, shared, kinds, [])
         given = registry.kinds_of(registry.node_types[of_first].results)
-        key = ("after projection", node_type)
+        key = ("after projection", *of)
         of_second = self._type(whole.name, key, second, shared, kinds, given)
         for part in (of_first, of_second):
             registry.lines[part] = registry.lines[node_type]
