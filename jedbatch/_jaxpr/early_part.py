@@ -130,21 +130,24 @@ def _products_apart(
     jaxpr = program.jaxpr
     varying = dependents(jaxpr, jaxpr.invars[num_weights:])
     waiting = dependents(jaxpr, [jaxpr.invars[i] for i in late])
-    joined: dict[Any, tuple[Equation, list[Array]]] = {}
 
-    def rule(eqn: Equation, values: list[jax.Array]) -> Sequence[Array]:
-        if eqn.primitive.name == "concatenate":
-            joined[eqn.outvars[0]] = eqn, values
-        elif _sums_in_order(eqn):
-            for side, v in enumerate(eqn.invars):
-                if v in joined and eqn.invars[1 - side] not in varying:
-                    two = _two_products(eqn, values, side, *joined[v], waiting)
-                    if two is not None:
-                        return [two]
-        return run_equation(jaxpr, eqn, values)
+    def apart(*args: Array) -> list[Array]:
+        joined: dict[Any, tuple[Equation, list[Array]]] = {}
 
-    avals = map(shape_of, jaxpr.invars)
-    return jax.make_jaxpr(lambda *args: interpret(jaxpr, program.consts, args, rule))(*avals)
+        def rule(eqn: Equation, values: list[jax.Array]) -> Sequence[Array]:
+            if eqn.primitive.name == "concatenate":
+                joined[eqn.outvars[0]] = eqn, values
+            elif _sums_in_order(eqn):
+                for side, v in enumerate(eqn.invars):
+                    if v in joined and eqn.invars[1 - side] not in varying:
+                        two = _two_products(eqn, values, side, *joined[v], waiting)
+                        if two is not None:
+                            return [two]
+            return run_equation(jaxpr, eqn, values)
+
+        return interpret(jaxpr, program.consts, args, rule)
+
+    return jax.make_jaxpr(apart)(*map(shape_of, jaxpr.invars))
 
 
 def _two_products(

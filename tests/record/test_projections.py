@@ -230,7 +230,8 @@ def test_both_parts_compute_the_program(fn, monkeypatch):
     monkeypatch.setattr(early_parts, "FEWER", 0)
     args = [jnp.asarray(RNG.normal(size=s), jnp.float32) for s in ((8, 8), (8, 8), (8,), (8,))]
     closed = jax.make_jaxpr(fn)(*args)
-    early, rest, weights = early_part(closed, 2, [3])
+    with jax.checking_leaks():
+        early, rest, weights = early_part(closed, 2, [3])
     assert 3 not in early.read
     assert weights > 0
     given = early.call([args[i] for i in early.read])
