@@ -29,6 +29,7 @@ from jedbatch._record.registry import Registry
 
 OF_NUMBERS = 4  # times the gain, where numbers enter, whose rows of a table are read there, too
 MANY_MINIBATCHES = 8  # that a type was new in before it is taken for one that does not recur
+FEW_CODES = 1 << 14  # of an operand: its reader's type, its position, and its maker's type
 CONTROL_FLOW = ("while", "scan", "cond")
 
 
@@ -195,11 +196,13 @@ def late_operands(graph: Graph, types: Sequence[int]) -> dict[int, set[int]]:
     maker = graph.node_type[graph.value_node[graph.operand[inner]]]
     position = inner - graph.operand_ptr[node]
     most = int(position.max(initial=0)) + 1
-    code = np.unique((reader * most + position) * len(graph.types) + maker)
+    codes = (reader * most + position) * len(graph.types) + maker
+    few = most * len(graph.types) ** 2 <= FEW_CODES  # sorting takes longer than counting these
+    codes = np.flatnonzero(np.bincount(codes)) if few else np.unique(codes)
     readers: dict[int, set[int]] = {}
     edges = []
-    for each in code.tolist():
-        place, made_by = divmod(each, len(graph.types))
+    for code in codes.tolist():
+        place, made_by = divmod(code, len(graph.types))
         read_by, at = divmod(place, most)
         readers.setdefault(made_by, set()).add(read_by)
         edges.append((made_by, read_by, at))
