@@ -11,10 +11,11 @@ short cut: `marshal` writes them, with their types, at 10 ns a number, and refus
 """
 
 import collections
+import itertools
 import marshal
 import math
 import struct
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
 
 MAX_DEPTH = 256  # of trees that are written by hand
+_END: Any = object()  # of what a container holds
 
 
 def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
@@ -151,7 +153,7 @@ def keys_with_arrays(
     for instance in instances:
         parts: list[bytes] = []
         arrays: list[np.ndarray] = []
-        if not _write(instance, parts, arrays, dtypes, set(), 0):
+        if not _write(instance, parts, arrays, dtypes):
             return None
         keys.append(b"".join(parts))
         held.append(arrays)
@@ -159,38 +161,51 @@ def keys_with_arrays(
 
 
 def _write(
-    x: Any,
+    instance: PyTree,
     parts: list[bytes],
     arrays: list[np.ndarray],
     dtypes: dict[np.dtype[Any], int],
-    seen_ids: set[int],
-    depth: int,
 ) -> bool:
-    """Writes a part of a tree, as `marshal` does, and its arrays; returns whether that was done."""
-    kind = type(x)
-    if kind in (int, float, bool, str, type(None)):
-        if kind is int and not -(1 << 31) <= x < 1 << 31:
+    """Writes a tree, as `marshal` does, and its arrays; returns whether that was done."""
+    seen_ids: set[int] = set()
+    within: list[tuple[Iterator[Any], bytes]] = [(iter((instance,)), b"")]  # and how each ends
+    while within:
+        left, end = within[-1]
+        x = next(left, _END)
+        if x is _END:
+            within.pop()
+            parts.append(end)
+            continue
+        kind = type(x)
+        if kind in (int, float, bool, str, type(None)):
+            if kind is int and not -(1 << 31) <= x < 1 << 31:
+                return False
+            if kind is str and not x.isascii() and any("\ud800" <= c <= "\udfff" for c in x):
+                return False
+            parts.append(marshal.dumps(x, 2))
+            continue
+        if kind not in (np.ndarray, tuple, list, dict) or id(x) in seen_ids:
             return False
-        parts.append(marshal.dumps(x, 2))
-        return kind is not str or x.isascii() or not any("\ud800" <= c <= "\udfff" for c in x)
-    if kind not in (np.ndarray, tuple, list, dict) or id(x) in seen_ids:
-        return False
-    seen_ids.add(id(x))
-    if kind is np.ndarray:
-        number = dtypes.get(x.dtype)
-        if number is not None:
+        seen_ids.add(id(x))
+        if kind is np.ndarray:
+            number = dtypes.get(x.dtype)
+            if number is None:
+                return False
             sizes = [b"g" + struct.pack("<q", n) for n in x.shape]
             parts += b"A" + struct.pack("<i", number), b"(" + struct.pack("<i", x.ndim), *sizes
             arrays.append(x)
-        return number is not None
-    if depth == MAX_DEPTH or (kind is dict and not PLAIN_TYPES.issuperset(map(type, x))):
-        return False
-    head = b"(" if kind is tuple else b"["
-    parts.append(b"{" if kind is dict else head + struct.pack("<i", len(x)))
-    flat = [part for item in x.items() for part in item] if kind is dict else x
-    written = all(_write(y, parts, arrays, dtypes, seen_ids, depth + 1) for y in flat)
-    parts.append(b"0" if kind is dict else b"")
-    return written
+            continue
+        if len(within) > MAX_DEPTH:
+            return False
+        if kind is not dict:
+            parts.append((b"(" if kind is tuple else b"[") + struct.pack("<i", len(x)))
+            within.append((iter(x), b""))
+            continue
+        if not PLAIN_TYPES.issuperset(map(type, x)):
+            return False
+        parts.append(b"{")
+        within.append((itertools.chain.from_iterable(x.items()), b"0"))
+    return True
 
 
 def _is_plain_tree(instance: PyTree) -> bool:

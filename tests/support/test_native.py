@@ -331,6 +331,17 @@ def test_keys_of_trees_with_arrays_are_equal(monkeypatch, seed):
     assert keys_with_arrays(instances, dtypes) is None
 
 
+@pytest.mark.parametrize("native", ["1", "0"])
+def test_keys_are_written_where_little_recursion_is_left(monkeypatch, native):
+    monkeypatch.setenv("JEDBATCH_NATIVE", native)
+    instance, dtypes = (nested(250), ARRAYS[1]), {ARRAYS[1].dtype: 0}
+
+    def within(frames):
+        return within(frames - 1) if frames else keys_with_arrays([instance], dtypes)
+
+    assert within(700) == keys_with_arrays([instance], dtypes)
+
+
 def test_a_part_that_others_hold_is_met_once():
     part = [1, (2,)]
     assert plain_keys([(part, 3), (part, part)])[0][1] is None
