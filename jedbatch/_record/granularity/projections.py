@@ -8,8 +8,11 @@ GPUs*, 2016). Cells are written step by step. So a node of a cell whose nodes de
 is cut in two, where large weights meet operands that none of its nodes has made: a node for these
 products, and one for all else.
 
-Cuts hold for plans of values alone, on a CPU. The gradient of one large product of weights is as
-fast, and what nodes give each other would have to be kept.
+A cell whose nodes have made an operand once is not cut there: a tree that leans to one side has
+words on the other side, but most trees do not lean.
+
+Cuts hold for plans of values alone, on a CPU and not on a mesh. The gradient of one large product
+of weights is as fast, and what nodes give each other would have to be kept.
 """
 
 from collections.abc import MutableMapping, Sequence
