@@ -335,7 +335,8 @@ def compiler_options(target: TargetName | Target | None = None) -> dict[str, str
     A batched function that is called by itself is compiled with them. XLA takes the options of a
     program from the outermost `jax.jit`, so inside of one of yours you must pass them on. Without
     them nothing goes wrong, but on a GPU every loop asks the host whether to go on, and on a CPU
-    programs take longer to compile.
+    programs take longer to compile. JAX refuses options of a `jax.jit` that runs inside of another
+    one or of a loop, or that is differentiated from outside.
 
     Args:
       target: "cpu", "gpu", a `jedbatch.Target`, or None for JAX's default device.
