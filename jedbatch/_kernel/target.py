@@ -227,14 +227,20 @@ class Target:
         """Options of `jax.jit` that programs for this target should be compiled with.
 
         Returns:
-          Options of XLA by name.
+          Options of XLA by name. How hard LLVM optimizes is left to JAX where
+          `jax_disable_most_optimizations` is set.
         """
         options = {}
         if self.command_buffers:
             options["xla_gpu_enable_command_buffer"] = ",".join(self.command_buffers)
-        if self.optimization_level is not None:
+        if self.optimization_level is not None and not _optimizes_little():
             options["xla_backend_optimization_level"] = str(self.optimization_level)
         return options
+
+
+def _optimizes_little() -> bool:
+    """Returns whether programs are to be compiled soon, however long they run then."""
+    return bool(jax.config.read("jax_disable_most_optimizations"))
 
 
 @functools.cache

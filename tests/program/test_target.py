@@ -233,14 +233,26 @@ def test_one_chunk_holds_all_loops_on_a_gpu(instances, widths):
         np.testing.assert_array_equal(batched.apply(np.float32(2), plan), want)
 
 
-def test_options_for_jit():
+@pytest.fixture
+def optimizes():
+    """Has JAX optimize programs, or not, for one test, whatever the environment says."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    set_to = lambda on: jax.config.update("jax_disable_most_optimizations", not on)  # noqa: E731
+    set_to(True)
+    yield set_to
+    set_to(not before)
+
+
+def test_options_for_jit(optimizes):
     assert jedbatch.compiler_options("cpu") == {"xla_backend_optimization_level": "2"}
+    optimizes(False)
+    assert jedbatch.compiler_options("cpu") == {}  # JAX knows better
     assert "WHILE" in jedbatch.compiler_options("gpu")["xla_gpu_enable_command_buffer"]
     plain = dataclasses.replace(GPU, name="plain", command_buffers=())
     assert jedbatch.compiler_options(plain) == {}
 
 
-def test_calls_are_compiled_with_the_options(params):
+def test_calls_are_compiled_with_the_options(params, optimizes):
     target = dataclasses.replace(CPU, name="wrong", optimization_level="unknown")  # to XLA
     fn = lambda p, tree: encode(p, tree)[0]  # noqa: E731
     batched, minibatch = jedbatch.batch(fn, target=target), trees(0, 2)
