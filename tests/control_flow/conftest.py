@@ -5,14 +5,25 @@ import pytest
 from jedbatch._control_flow.workspace import Workspace
 
 
+def calls_of(method, monkeypatch):
+    """An entry for every call of a method of workspaces."""
+    calls, made = [], getattr(Workspace, method)
+
+    def counted(workspace, *args):
+        calls.append(workspace)
+        return made(workspace, *args)
+
+    monkeypatch.setattr(Workspace, method, counted)
+    return calls
+
+
 @pytest.fixture
 def planned(monkeypatch):
     """An entry for every round that is planned, not repeated."""
-    rounds, compute = [], Workspace._compute
+    return calls_of("_compute", monkeypatch)
 
-    def counted(workspace, *args):
-        rounds.append(workspace)
-        return compute(workspace, *args)
 
-    monkeypatch.setattr(Workspace, "_compute", counted)
-    return rounds
+@pytest.fixture
+def programs_run(monkeypatch):
+    """An entry for every call of a program of rounds."""
+    return calls_of("_run", monkeypatch)

@@ -14,7 +14,6 @@ from cases.helpers import assert_close, check, loop, mostly_slow
 import jedbatch
 from jedbatch._control_flow.recorded import Beginning, Recorded
 from jedbatch._control_flow.rounds import Attempt
-from jedbatch._control_flow.workspace import Workspace
 from jedbatch._support import native
 
 cell = jedbatch.cell
@@ -366,19 +365,6 @@ def some_with_steps(w, n):
     """Numbers beside computed values of the same type."""
     found = with_steps(w, n)
     return found["h"], add(jnp.float32(n), found["h"]) if n % 2 else found["steps"][0] / 4
-
-
-@pytest.fixture
-def programs_run(monkeypatch):
-    """An entry for every call of a program of rounds."""
-    calls, run = [], Workspace._run
-
-    def counted(workspace, *args):
-        calls.append(workspace)
-        return run(workspace, *args)
-
-    monkeypatch.setattr(Workspace, "_run", counted)
-    return calls
 
 
 @pytest.mark.parametrize("out_axes", [0, None])
