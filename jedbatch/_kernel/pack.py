@@ -228,7 +228,7 @@ def make_table(
         return place if entries[place][0].kind.free else (apart, *factors)
 
     def kind(c: int) -> Hashable:
-        """What is made of weights by a derivative that may be infinite goes by its results."""
+        """Columns of weights with infinite derivatives are told apart by their results."""
         column = columns[c]
         of_weights = [*column.constants, *(p.weight for p in column.products)]
         return column.products[0].kind, None if steep.isdisjoint(of_weights) else leads[c]

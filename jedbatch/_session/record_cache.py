@@ -87,7 +87,7 @@ class RecordsOfArrays:
 
 
 class Memories(NamedTuple):
-    """What is kept of instances, for what recordings read besides their arguments.
+    """Records of instances, for one state of the values read besides their arguments.
 
     Attributes:
       by_key, by_id, with_arrays: see `RecordCache`.
@@ -218,7 +218,7 @@ class RecordCache:
 
     @property
     def _learned(self) -> Hashable:
-        """What decides which record an instance with arrays has."""
+        """Changes whenever an instance with arrays may have another record than before."""
         return self.lengths.changes, *self.assumed()
 
     def forget_regions(self) -> None:
