@@ -30,7 +30,7 @@ FEWER = 8  # times as many bytes of weights as of results, for a program of its 
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class ProgramPart:
     """A part of a program.
 
     Attributes:
@@ -53,8 +53,8 @@ class Parts(NamedTuple):
       weights: bytes of the weights of these products.
     """
 
-    early: Part
-    rest: Part
+    early: ProgramPart
+    rest: ProgramPart
     weights: int
 
 
@@ -109,7 +109,7 @@ def _part(
     equations: Sequence[Equation],
     results: Sequence[Any],
     given: Sequence[Var],
-) -> Part:
+) -> ProgramPart:
     """The part of a program that computes some results, where other variables are given."""
     part = jaxpr.replace(eqns=list(equations), outvars=list(results))
     used = used_variables(part)
@@ -120,7 +120,9 @@ def _part(
         invars=[*(jaxpr.invars[i] for i in read), *given],
     )
     values = list(consts.values())
-    return Part(tuple(read), len(results), lambda args: jax.core.eval_jaxpr(part, values, *args))
+    return ProgramPart(
+        tuple(read), len(results), lambda args: jax.core.eval_jaxpr(part, values, *args)
+    )
 
 
 def _products_apart(

@@ -11,8 +11,8 @@ products, and one for all else.
 A cell whose nodes have made an operand once is not cut there: a tree that leans to one side has
 words on the other side, but most trees do not lean.
 
-Cuts hold for plans of values alone, on a CPU and not on a mesh. The gradient of one large product
-of weights is as fast, and what nodes give each other would have to be kept.
+Cuts hold for plans of values alone, on a CPU and not on a mesh. Steps of training took longer with
+them: what the two nodes give each other must be kept, and so must its cotangents.
 """
 
 from collections.abc import MutableMapping, Sequence
@@ -25,7 +25,7 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import pointers, ranges
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import NodeType, operation_of
-from jedbatch._jaxpr.early_part import Part, early_part
+from jedbatch._jaxpr.early_part import ProgramPart, early_part
 from jedbatch._jaxpr.interpret import performs
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._record.registry import Registry
@@ -36,7 +36,7 @@ FEW_CODES = 1 << 14  # of an operand: its reader's type, its position, and its m
 CONTROL_FLOW = ("while", "scan", "cond")
 
 
-class Cut(NamedTuple):
+class TwoTypes(NamedTuple):
     """A type of nodes as two.
 
     Attributes:
@@ -77,7 +77,7 @@ class Projections:
     def __init__(self, registry: Registry, least: int):
         self._registry = registry
         self._least = least
-        self._cuts: dict[int, Cut | None] = {}  # by node type, once that is decided
+        self._cuts: dict[int, TwoTypes | None] = {}  # by node type, once that is decided
         self._late: dict[int, set[int]] = {}  # operands that came late in some graph, of cut types
         self._seen: dict[int, int] = {}  # in how many minibatches, for other types
         self._graphs: MutableMapping[Graph, Halves | None] = WeakKeyDictionary()
@@ -128,7 +128,7 @@ class Projections:
                 if self._seen[t] >= MANY_MINIBATCHES:
                     self._cuts[t] = None
 
-    def _cut(self, node_type: int, late: set[int]) -> Cut | None:
+    def _cut(self, node_type: int, late: set[int]) -> TwoTypes | None:
         registry = self._registry
         whole = registry.node_types[node_type]
         shared, kinds = whole.shared, registry.kinds_of(whole.operands)
@@ -148,7 +148,7 @@ class Projections:
         of_second = self._type(whole.name, key, second, shared, kinds, given)
         for part in (of_first, of_second):
             registry.lines[part] = registry.lines[node_type]
-        return Cut(
+        return TwoTypes(
             of_first,
             of_second,
             tuple(i - len(shared) for i in first.read if i >= len(shared)),
@@ -159,7 +159,7 @@ class Projections:
         self,
         name: str,
         key: tuple,
-        part: Part,
+        part: ProgramPart,
         shared: Sequence[int],
         kinds: Sequence[int],
         given: Sequence[int],
@@ -219,7 +219,7 @@ def late_operands(graph: Graph, types: Sequence[int]) -> dict[int, set[int]]:
     return late
 
 
-def _with_cuts(graph: Graph, cuts: dict[int, Cut], types: tuple[NodeType, ...]) -> Graph:
+def _with_cuts(graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, ...]) -> Graph:
     """Returns a graph whose nodes of some types are two nodes, one after the other."""
     has_cut = np.zeros(len(types), bool)
     has_cut[list(cuts)] = True
