@@ -34,6 +34,11 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return index
 
 
+def renumbered(references: np.ndarray, place: np.ndarray) -> np.ndarray:
+    """References to results (`>= 0`) and inputs, with results where they are now: int32[...]."""
+    return np.where(references >= 0, place[np.maximum(references, 0)], references).astype(np.int32)
+
+
 def distinct(indices: np.ndarray) -> np.ndarray:
     """The indices ascending, each once (`np.unique` costs five times as much on a few)."""
     if len(indices) < 2:

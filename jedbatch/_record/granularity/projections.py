@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.paths import pointers, ranges
+from jedbatch._graph.paths import pointers, ranges, renumbered
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.early_part import ProgramPart, early_part
@@ -239,10 +239,7 @@ def _with_cuts(graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, .
     value_ptr, operand_ptr = pointers(results[node_type]), pointers(arity)
     value = ranges(value_ptr[place], graph.num_results)
 
-    def renumbered(read: np.ndarray) -> np.ndarray:
-        return np.where(read >= 0, value[np.maximum(read, 0)], read).astype(np.int32)
-
-    read = renumbered(graph.operand)
+    read = renumbered(graph.operand, value)
     operand = np.empty(operand_ptr[-1], np.int32)
     kept = np.flatnonzero(~is_cut)
     operand[ranges(operand_ptr[place[kept]], arity[place[kept]])] = read[
@@ -262,7 +259,7 @@ def _with_cuts(graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, .
         operand_ptr,
         operand,
         graph.inputs,
-        renumbered(graph.outputs),
+        renumbered(graph.outputs, value),
         graph.node_ptr + before[graph.node_ptr],
         graph.input_ptr,
         graph.output_ptr,

@@ -20,7 +20,7 @@ import numpy as np
 from jax.extend.core import Primitive
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.paths import pointers, ranges
+from jedbatch._graph.paths import pointers, ranges, renumbered
 from jedbatch._graph.types import operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.interpret import performs
@@ -300,23 +300,20 @@ def _merged(
         for k, v in enumerate(part.values):
             value[ends.first_value[instances] + v] = new_value[nodes] + k
 
-    def renumbered(read: np.ndarray) -> np.ndarray:
-        return np.where(read >= 0, value[np.maximum(read, 0)], read).astype(np.int32)
-
     operand_ptr = pointers(arity)
     operand = np.empty(operand_ptr[-1], np.int32)
     count = arity[new_place]
     operand[ranges(operand_ptr[new_place], count)] = renumbered(
-        graph.operand[ranges(graph.operand_ptr[kept_nodes], count)]
+        graph.operand[ranges(graph.operand_ptr[kept_nodes], count)], value
     )
     for instances, nodes, part in placed:
         columns = operand_ptr[nodes][:, None] + np.arange(len(part.operands))
-        operand[columns] = renumbered(ends.operand[instances][:, list(part.operands)])
+        operand[columns] = renumbered(ends.operand[instances][:, list(part.operands)], value)
     return replace(
         graph,
         node_type=node_type,
         operand_ptr=operand_ptr,
         operand=operand,
-        outputs=renumbered(graph.outputs),
+        outputs=renumbered(graph.outputs, value),
         node_ptr=node_ptr,
     )
