@@ -95,6 +95,9 @@ class Target:
       heavy_blocks, light_blocks: of lanes whose weight gradients are computed together.
       rows_together: padded rows of the ragged instances that run at the same time.
       together: no more of the ragged instances than one in so many run at the same time.
+      table_size: numbers in a table of the instances that run at the same time, where loops go over
+        tables; fewer fit into the cache, and each loop is as long as the longest of them. 0 if only
+        rows are counted.
       shortest: the least room for the rows of a ragged instance.
       straight_rows: packed rows up to which ragged regions run without loops (see
         `_ragged.groups`), and lanes up to which weight gradients are computed together.
@@ -130,6 +133,7 @@ class Target:
     light_blocks: Buckets = LIGHT_BLOCKS
     rows_together: int = 256
     together: int = 4
+    table_size: int = 1 << 15
     shortest: int = 8
     straight_rows: int = 0
     straight_indexed_rows: int = 1 << 17
@@ -282,6 +286,7 @@ GPU = Target(
     light_blocks=GPU_BLOCKS,
     rows_together=8192,
     together=1,
+    table_size=0,
     shortest=32,
     straight_rows=1 << 16,
     straight_bytes=4 << 30,

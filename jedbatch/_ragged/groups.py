@@ -19,6 +19,7 @@ minibatch, and fits others: a call runs in the first group with a slot that is l
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +30,7 @@ START_PAIRS = 100_000  # pairs of rows computed while a group is started, on an 
 MAX_PAIRS_PER_ROW = 128  # pairs of rows for each row that may be computed together,
 MAX_PAIRS_PER_INDEXED_ROW = 32  # the same for `Target.straight_indexed_rows`: 4 million in all
 LENGTHS_PER_OCTAVE = 8  # that a program with loops may choose from
-LEAST_SAVING = 0.2  # of the work without padding, for one more length to be worth compiling,
-LEAST_SAVED = 2000  # and pairs of rows
+LEAST_SAVED = 2000  # pairs of rows, for one more length to be worth compiling
 MAX_LENGTH_STEP = 4  # times the next smaller length: what may come is not padded to more
 
 Groups = tuple[tuple[int, ...], tuple[int, ...]]  # (length of a slot, slots) of each, ascending
@@ -54,9 +54,21 @@ def find_groups(longest: np.ndarray, least: int) -> Groups:
     return tuple(n for n, _ in cheapest), tuple(_num_slots(calls) for _, calls in cheapest)
 
 
-def fitted_lengths(
-    longest: np.ndarray, shortest: int, headroom: float, power: int
-) -> tuple[int, ...]:
+class LengthCosts(NamedTuple):
+    """The costs by which the lengths are chosen that calls are padded to.
+
+    Attributes:
+      headroom: the last length is for calls so many times as long as these.
+      power: of the length, that the work of a call grows with.
+      saving: the part of the work without padding that one more length must save.
+    """
+
+    headroom: float
+    power: int
+    saving: float
+
+
+def fitted_lengths(longest: np.ndarray, shortest: int, costs: LengthCosts) -> tuple[int, ...]:
     """Returns the lengths that calls are padded to, where any number may run with each: ascending.
 
     There are more of them where calls are many, and few where they are alike, since each is a
@@ -65,12 +77,12 @@ def fitted_lengths(
     Args:
       longest: int[K], rows of each call.
       shortest: that all lengths are multiples of.
-      headroom: the last is for calls so many times as long as these.
-      power: of the length, that the work of a call grows with.
+      costs: of lengths.
     """
+    headroom, power, least = costs
     grid = np.array(row_lengths(shortest, headroom * int(longest.max()), LENGTHS_PER_OCTAVE))
     lengths, counts = np.unique(grid[np.searchsorted(grid, longest)], return_counts=True)
-    saving = max(LEAST_SAVED, LEAST_SAVING * float(counts @ lengths.astype(float) ** power))
+    saving = max(LEAST_SAVED, least * float(counts @ lengths.astype(float) ** power))
 
     def cost(length: int, calls: int) -> float:
         return saving + calls * float(length) ** power

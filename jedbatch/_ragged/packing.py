@@ -45,6 +45,8 @@ class RowCapacity:
         `_ragged.groups`); nothing where instances run a few at a time, in loops.
       microbatches: how many of them there may be, each with calls, rows and slots of these numbers
         (see `_ragged.microbatches`).
+      few: how many instances run at a time at most with each of these capacities, where loops go
+        over tables; nothing where they do not.
     """
 
     calls: int
@@ -54,6 +56,7 @@ class RowCapacity:
     target: Target
     slots: tuple[int, ...] = ()
     microbatches: int = 1
+    few: tuple[int, ...] = ()
 
     @functools.cached_property
     def of_one(self) -> "RowCapacity":
@@ -70,7 +73,7 @@ class RowCapacity:
 
     @functools.cached_property
     def _hash(self) -> int:
-        sizes = self.calls, self.rows, self.lengths, self.slots, self.microbatches
+        sizes = self.calls, self.rows, self.lengths, self.slots, self.microbatches, self.few
         return hash((sizes, self.guarded, self.target))
 
     def __getstate__(self) -> dict[str, object]:
@@ -99,8 +102,9 @@ class RowCapacity:
         """
         if self.slots:
             return self.slots
-        few = -(-self.calls // self.target.together)
-        return tuple(min(max(1, self.target.rows_together // n), few) for n in self.lengths)
+        share = -(-self.calls // self.target.together)
+        most = [min(max(1, self.target.rows_together // n), share) for n in self.lengths]
+        return tuple(map(min, most, self.few or most))
 
 
 @functools.lru_cache(256)

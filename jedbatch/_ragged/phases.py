@@ -25,7 +25,8 @@ Source: InsNet (padding-free batching of operators); the phases are ours.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +41,13 @@ from jedbatch._jaxpr.interpret import (
     used_variables,
 )
 from jedbatch._jaxpr.storage import is_key
-from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, ragged_axes, symbols_in
+from jedbatch._jaxpr.symbolic_dims import (
+    grows,
+    is_ragged,
+    ragged_axes,
+    shape_at,
+    symbols_in,
+)
 from jedbatch._jaxpr.versions import (
     Atom,
     ClosedProgram,
@@ -49,7 +56,13 @@ from jedbatch._jaxpr.versions import (
     with_equations,
     without_consts,
 )
-from jedbatch._ragged.axis_rules import VIEWS, CannotMergeError, is_elementwise, mixed_axes
+from jedbatch._ragged.axis_rules import (
+    SCATTERS,
+    VIEWS,
+    CannotMergeError,
+    is_elementwise,
+    mixed_axes,
+)
 from jedbatch._ragged.indexing import find_indexing
 from jedbatch._support.types import AxisSize
 
@@ -62,6 +75,7 @@ EXTREMES = {
 BY_INDEX = "by index"  # a kind of phase
 # The programs of loops and branches, by the names of parameters.
 INSIDE = {"scan": ["jaxpr"], "while": ["cond_jaxpr", "body_jaxpr"], "cond": ["branches"]}
+IN_PLACE = {"dynamic_update_slice", *SCATTERS, *INSIDE}  # what else they return was there before
 SOFTMAX = {"exp", "div", "reduce_sum", "reduce_max", "max", "sub", "stop_gradient", *VIEWS}
 
 
@@ -169,6 +183,19 @@ class PhasedProgram:
             for phase in self.phases
             for eqn in phase.equations
         )
+
+    def table_size(self, length: int) -> int:
+        """Returns the numbers in the largest value that steps of loops compute.
+
+        Tables into which they only write some are not computed.
+
+        Args:
+          length: of all ragged arrays.
+        """
+        symbols = dict.fromkeys(self.symbols, length)
+        equations = [eqn for phase in self.phases for eqn in phase.equations]
+        inside = _computed_inside(eqn for eqn in equations if eqn.primitive.name in INSIDE)
+        return max((math.prod(shape_at(v.aval.shape, symbols)) for v in inside), default=1)
 
     @functools.cached_property
     def all_extents(self) -> list[AxisSize]:
@@ -285,6 +312,16 @@ def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
 
 def _variables(jaxpr: OpenProgram) -> list[Any]:
     return [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+
+
+def _computed_inside(equations: Iterable[Equation]) -> Iterator[Any]:
+    """Yields the variables that programs inside of equations compute, however deep."""
+    for eqn in equations:
+        for program in inner_programs(eqn):
+            for inner in program.eqns:
+                if inner.primitive.name not in IN_PLACE:
+                    yield from inner.outvars
+            yield from _computed_inside(program.eqns)
 
 
 def _relates(variable: Atom) -> bool:

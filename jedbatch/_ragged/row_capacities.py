@@ -20,6 +20,7 @@ from jedbatch._ragged.groups import (
     GROUP_HEADROOM,
     MAX_PAIRS_PER_INDEXED_ROW,
     MAX_PAIRS_PER_ROW,
+    LengthCosts,
     find_groups,
     fitted_lengths,
     longest_slot,
@@ -30,7 +31,8 @@ from jedbatch._ragged.microbatches import Microbatches, evenly_distributed, fine
 from jedbatch._ragged.packing import RowCapacity, whole_blocks
 
 LENGTH_HEADROOM = 2  # a new program takes arrays so many times as long as there are
-TABLE_HEADROOM = 1.25  # the same where loops go over tables, which grow with the square
+ROWS = LengthCosts(headroom=LENGTH_HEADROOM, power=2, saving=0.2)
+TABLES = LengthCosts(headroom=1.25, power=3, saving=0.1)  # where loops go over tables
 MANY_CALLS = 64  # a capacity for so many will do for any fewer
 MANY_ROWS = 768  # the same of rows, or of those in one block
 MICROBATCH_START = 256  # rows computed while a microbatch is started
@@ -73,10 +75,13 @@ def make_row_capacity(calls: RegionCalls, target: Target, model: RowCapacity | N
     if model and most <= model.longest:
         lengths = model.lengths
     else:
-        headroom, power = (TABLE_HEADROOM, 3) if tables else (LENGTH_HEADROOM, 2)
-        lengths = fitted_lengths(calls.longest, target.shortest, headroom, power)
+        lengths = fitted_lengths(calls.longest, target.shortest, TABLES if tables else ROWS)
     rows = _rows_for(calls, target.blocks, model)
-    return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target)
+    few: tuple[int, ...] = ()
+    if tables and target.table_size:
+        sizes = map(calls.region.packed.phased.table_size, lengths)
+        few = tuple(max(1, target.table_size // size) for size in sizes)
+    return RowCapacity(round_up(len(calls.calls)), rows, lengths, calls.guarded, target, few=few)
 
 
 def _straight_capacity(

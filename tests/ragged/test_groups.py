@@ -14,8 +14,8 @@ from jedbatch import ragged, testing
 from jedbatch._ragged import groups as _groups
 from jedbatch._ragged.groups import (
     LEAST_SAVED,
-    LEAST_SAVING,
     MAX_LENGTH_STEP,
+    LengthCosts,
     find_groups,
     fitted_lengths,
     pairs_in,
@@ -57,32 +57,32 @@ def test_groups_are_the_cheapest(seed, monkeypatch):
 def test_lengths_of_programs():
     assert row_lengths(8, 50, 1) == (8, 16, 32, 64)
     assert row_lengths(8, 75, 4) == (8, 16, 24, 32, 40, 48, 56, 64, 80)
-    assert fitted_lengths(np.array([3, 5, 2]), 8, 2, 2) == (8, 16)
-    assert fitted_lengths(np.array([0]), 8, 2, 2) == (8,)
-    assert fitted_lengths(np.array([1000, 999]), 8, 1, 2) == (32, 128, 512, 1024)
+    assert fitted_lengths(np.array([3, 5, 2]), 8, LengthCosts(2, 2, 0.2)) == (8, 16)
+    assert fitted_lengths(np.array([0]), 8, LengthCosts(2, 2, 0.2)) == (8,)
+    assert fitted_lengths(np.array([1000, 999]), 8, LengthCosts(1, 2, 0.2)) == (32, 128, 512, 1024)
 
 
-@pytest.mark.parametrize("power", [2, 3])
+@pytest.mark.parametrize(("power", "saving"), [(2, 0.2), (3, 0.1)])
 @pytest.mark.parametrize("seed", range(4))
-def test_lengths_fit_the_calls(seed, power, monkeypatch):
+def test_lengths_fit_the_calls(seed, power, saving, monkeypatch):
     """No others of those to choose from cost less; what comes later is not padded to much more."""
     longest = lengths_like(seed, most=60 + 40 * seed)
-    lengths = fitted_lengths(longest, 8, 1.5, power)
+    lengths = fitted_lengths(longest, 8, LengthCosts(1.5, power, saving))
     grid = row_lengths(8, 1.5 * longest.max(), 8)
     assert lengths[-1] == grid[-1]
     assert all(b <= MAX_LENGTH_STEP * a for a, b in itertools.pairwise((8, *lengths)))
     monkeypatch.setattr(_groups, "MAX_LENGTH_STEP", 1000)
     rounded = np.array(grid)[np.searchsorted(grid, longest)]
     present = np.unique(rounded).tolist()
-    saving = max(LEAST_SAVED, LEAST_SAVING * float((rounded.astype(float) ** power).sum()))
+    least = max(LEAST_SAVED, saving * float((rounded.astype(float) ** power).sum()))
 
     def cost(chosen):
         padded = np.array(chosen)[np.searchsorted(chosen, longest)]
-        return float((padded.astype(float) ** power).sum()) + saving * len(chosen)
+        return float((padded.astype(float) ** power).sum()) + least * len(chosen)
 
     some = range(min(4, len(present)))
     options = [(*x, present[-1]) for n in some for x in itertools.combinations(present[:-1], n)]
-    *fitted, _ = fitted_lengths(longest, 8, 1.5, power)
+    *fitted, _ = fitted_lengths(longest, 8, LengthCosts(1.5, power, saving))
     assert cost(fitted) <= min(map(cost, options)) * (1 + 1e-12)
 
 

@@ -127,14 +127,16 @@ def test_ragged_results_are_as_long_as_they_are():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_every_call_runs_once_in_a_group_that_is_long_enough(seed):
+@pytest.mark.parametrize(("few", "together"), [((), (4, 4, 4)), ((9, 2, 1), (4, 2, 1))])
+def test_every_call_runs_once_in_a_group_that_is_long_enough(seed, few, together):
     rng = np.random.default_rng(seed)
     n = jax.export.symbolic_shape("n")[0]
     closed = jax.make_jaxpr(lambda x: jnp.tanh(x).sum(axis=0))(
         jax.ShapeDtypeStruct((n,), "float32")
     )
     packed = PackedProgram(find_phases(closed, 0))
-    capacity = RowCapacity(16, (512,), (8, 24, 32), False, CPU)
+    capacity = RowCapacity(16, (512,), (8, 24, 32), False, CPU, few=few)
+    assert capacity.together == together
     lengths = rng.integers(0, 33, rng.integers(1, 17))
     table = packed.table(capacity, {str(n): lengths})
     form = packed.form(capacity)

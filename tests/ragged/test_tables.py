@@ -18,6 +18,7 @@ import jedbatch
 from benchmarks.rivals import inside
 from jedbatch._jaxpr.interpret import value_of
 from jedbatch._jaxpr.symbolic_dims import extent_at, make_symbol
+from jedbatch._kernel.target import CPU
 from jedbatch._ragged.padded_loops import find_chain, find_count
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import find_phases, flattened
@@ -210,6 +211,16 @@ def test_what_reads_a_table_is_computed_with_it():
     assert not find_phases(traced(lambda x, y: jnp.tanh(scores(x, y)).sum()), 0).has_table_loops
 
 
+def test_sizes_of_tables():
+    """Steps that compute a table count all of it, those that write a number of one do not."""
+
+    def size(fn):
+        return find_phases(traced(lambda x, y: sum(r.sum() for r in fn(x, y))), 0).table_size(8)
+
+    assert size(diagonals) >= 8 * 8
+    assert size(lambda x, y: [by_widths(x, y)]) < 8
+
+
 # --- whole minibatches ---
 
 K, VOCABULARY = 2, 5
@@ -253,6 +264,9 @@ def test_the_inside_algorithm():
     assert plan.ragged_rows is not None
     assert plan.host.apart is None
     slope = jax.jit(jax.value_and_grad(lambda p, plan: (batched.apply(p, plan) ** 2).sum()))
+    (stage,) = plan.host.ragged_calls.stages
+    sizes = map(stage.region.packed.phased.table_size, stage.capacity.lengths)
+    assert stage.capacity.few == tuple(CPU.table_size // size for size in sizes)
     value, found = slope(grammar(), plan)
     expected = np.array([all_trees(grammar(), words) for words in few])
     np.testing.assert_allclose(value, (expected**2).sum(), 1e-5)
