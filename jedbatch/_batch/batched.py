@@ -238,7 +238,7 @@ class Batched(Generic[*Given, Result]):
 
     def _run_mapped(self, args: tuple) -> Any:
         """Runs the function on rows of arrays; None if instances are to be planned one by one."""
-        planned = recording.recorder is not None or self._options.executor or self._options.key
+        planned = recording.recorder is not None or self._options.plans
         if planned or (instances := self._arguments.stacked(args, MIN_ROWS)) is None:
             return None
         session, leaves = self._session(instances.shared)

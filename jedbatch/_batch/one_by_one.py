@@ -128,7 +128,7 @@ class OneByOne:
           size: instances in a minibatch.
         """
         batched = self.batched
-        if batched._options.executor or batched._options.key:
+        if batched._options.plans:
             return None
         session, _ = batched._session(shared)
         try:

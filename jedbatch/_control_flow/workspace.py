@@ -38,7 +38,6 @@ from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._layout.bucketing import in_blocks, num_widths
 from jedbatch._layout.layout import Layout
 from jedbatch._program.capacity import Capacity, round_up
-from jedbatch._program.executors import Dispatch, Fused
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.lower import Rows, lower
 from jedbatch._program.placement import Placement
@@ -52,6 +51,7 @@ from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_look_ups
 from jedbatch._session.program_cache import ProgramCache
+from jedbatch._session.tiered import Executor
 from jedbatch._session.verify import RoundsTrial
 from jedbatch._support.types import Array, PyTree
 
@@ -91,7 +91,7 @@ class Workspace:
         if self.signature is not None and not programs.can_read(self.signature):
             self.signature = None
         self.graph = RecordedGraph(recorder)
-        self._latest: tuple[tuple[Signature, bool], Fused | Dispatch] | None = None
+        self._latest: tuple[tuple[Signature, bool], Executor] | None = None
         self._tails: np.ndarray | None = None  # of what was recorded last, if some is computed
         self._first = Beginning(0, 0, 0, 0, 0)
         self._lanes: collections.Counter[int] = collections.Counter()  # in use, by type
@@ -468,7 +468,7 @@ class Workspace:
         self._buffers.clear()
         return True
 
-    def _executor(self) -> Fused | Dispatch:
+    def _executor(self) -> Executor:
         assert self.signature is not None
         of = self.signature, finds_faults()
         if self._latest is None or self._latest[0] != of:

@@ -10,8 +10,8 @@ from typing import Any
 from jedbatch import checks
 from jedbatch._kernel.target import Target, checked_target
 from jedbatch._layout.node_order import checked_order
-from jedbatch._program.executors import EXECUTORS
 from jedbatch._record.granularity.fuse import GRANULARITIES
+from jedbatch._session.tiered import EXECUTORS
 from jedbatch._support.types import ControlFlowName
 
 
@@ -41,6 +41,11 @@ class Options:
     cache_bytes: int = 1 << 30
     target: Target | None = None
     max_steps: int | None = None
+
+    @property
+    def plans(self) -> bool:
+        """Whether every minibatch is planned, also where another way is known to run it."""
+        return self.executor in ("fused", "dispatch") or self.key is not None
 
     @staticmethod
     def checked(

@@ -20,7 +20,7 @@ from jedbatch._layout.bucketing import Buckets
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.capacity import MAX_OVERSIZE, find_or_grow
 from jedbatch._program.device_axis import OnDevices
-from jedbatch._program.executors import EXECUTORS, Dispatch, Fused
+from jedbatch._program.executors import Fused
 from jedbatch._program.fit import (
     fits,
     lowered_for,
@@ -56,6 +56,7 @@ from jedbatch._record.registry import Registry
 from jedbatch._schedule.lane_policies import LanePolicy, least_loss
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.outside_values import OutsideValues
+from jedbatch._session.tiered import EXECUTORS, Executor
 from jedbatch._session.types_in_use import TypesInUse
 from jedbatch._support.announce import announce, announced
 from jedbatch._support.caches import Memory
@@ -128,7 +129,7 @@ class ProgramCache:
         self._types = TypesInUse()
         self._latest: Signature | None = None
         self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
-        self._executors: dict[tuple[Signature, str, bool], Fused | Dispatch] = {}
+        self._executors: dict[tuple[Signature, str, bool], Executor] = {}
         self._on_devices: dict[tuple[Signature, DeviceAxis], OnDevices] = {}
         self._statics: dict[Static, Static] = Memory(MAX_ROUNDS)
         self._row_capacities: dict[Region, list[RowCapacity]] = collections.defaultdict(list)
@@ -501,10 +502,11 @@ class ProgramCache:
             program = self._programs[signature] = prepare, closed_over
         return program
 
-    def executor(self, signature: Signature, values: PyTree) -> Fused | Dispatch:
-        """Returns the executor of a program on values; on traced ones always the fused one."""
-        traced = any_traced(jax.tree.leaves(values))
-        name = "fused" if traced or self._executor is None else self._executor
+    def executor(self, signature: Signature, values: PyTree) -> Executor:
+        """Returns the executor of a program on values; traced ones are not run chunk by chunk."""
+        name = self._executor or "fused"
+        if name == "dispatch" and any_traced(jax.tree.leaves(values)):
+            name = "fused"
         key = signature, name, finds_faults()  # programs return rows that nobody reads
         executor = self._executors.get(key)
         if executor is None:
