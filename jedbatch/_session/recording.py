@@ -24,6 +24,8 @@ from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.types import Array
 
+MANY_INSTANCES, FEW_INSTANCES = 64, 16  # of a minibatch, and of those that go ahead
+
 
 def keyed(i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
     """(the key of instance number i, its arrays)."""
@@ -66,10 +68,22 @@ class Recording:
         return None if self.key is not None else cache.recall(_subjects(instances), reached)
 
     def find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None = None):
-        """(records of the instances, their arrays, closed-over tracers, how many were known)."""
-        records, arrays, tracers, num_known = until_guards_hold(
-            lambda: self._find(cache, instances, read), cache.assumed
-        )
+        """(records of the instances, their arrays, closed-over tracers, how many were known).
+
+        Where nothing is known yet, assumptions fail one after the other, and all is recorded again.
+        So the first few of many instances go ahead.
+        """
+        is_new = not cache.by_key
+
+        def attempt() -> Any:
+            num_ahead = len(cache.by_key) if is_new else 0
+            *found, num_known = self._find(cache, instances, read)
+            return *found, num_known - num_ahead
+
+        if is_new and len(instances) >= MANY_INSTANCES:
+            few = instances[:FEW_INSTANCES]
+            until_guards_hold(lambda: self._find(cache, few, read), cache.assumed)
+        records, arrays, tracers, num_known = until_guards_hold(attempt, cache.assumed)
         return *cache.expansion.expand(records, arrays), tracers, num_known
 
     def _find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None) -> Any:

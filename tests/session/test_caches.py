@@ -235,3 +235,26 @@ def test_minibatches_by_bytes():
     nothing = jedbatch.batch(encode, cache_size=0)
     assert planned_anew(nothing, [chain(3)])[1]
     assert planned_anew(nothing, [chain(3)])[1]
+
+
+def test_a_few_of_many_instances_are_recorded_ahead():
+    """The assumptions that they break are not held by the others, which are recorded once."""
+    numbers = []
+
+    def polynomial(x, coefficients):
+        numbers.append(coefficients)
+        total = jnp.zeros(())
+        for c in coefficients:
+            total = total * x + c
+        return jnp.sin(total)
+
+    rng = np.random.default_rng(0)
+    sizes = rng.integers(30, 40, 70).tolist()
+    instances = [tuple(rng.uniform(size=n).tolist()) for n in sizes]
+    batched = jedbatch.batch(polynomial)
+    plan = batched.plan(0.5, [*instances, *instances[:3], instances[60]])
+    assert plan.host.num_known == 4
+    assert [numbers.count(x) for x in instances[16:]] == [1] * 54
+    assert numbers.count(instances[0]) > 1
+    expected = [polynomial(0.5, x) for x in [*instances, *instances[:3], instances[60]]]
+    np.testing.assert_allclose(batched.apply(0.5, plan), expected, rtol=1e-5)
