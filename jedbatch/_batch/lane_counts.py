@@ -19,7 +19,7 @@ def lane_steps(batched: Any, *args: PyTree, batch_size: int | None = None) -> La
     (see `control_flow` of `jedbatch.batch`). For each loop, branch, and block of nested loops,
     the counts say how many steps ran, how many lanes they ran, and how many lanes had to run:
     the steps that each node takes by itself, added up, which is the least for any order. What
-    runs in lock step is not counted, and nodes that fill up a chunk count as others do. The
+    runs in lock step is not counted; nodes that fill up a chunk count in branches alone. The
     function is compiled anew for this, so it is slow: for looking at a minibatch, not for
     running it.
 

@@ -32,15 +32,9 @@ from jax.extend.core import Var
 from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
 from jedbatch._jaxpr.branches import LaneBranch, apart, apart_with_reverse
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, with_programs, work
-from jedbatch._jaxpr.lane_loops import LoopOfLanes, carries_of_lanes
+from jedbatch._jaxpr.lane_loops import LoopOfLanes, Repeats, carries_of_lanes, where_lanes
 from jedbatch._jaxpr.lane_steps import is_counting, tell
-from jedbatch._jaxpr.narrowing import (
-    counted,
-    narrowed,
-    narrower_widths,
-    rows_at,
-    where_lanes,
-)
+from jedbatch._jaxpr.narrowing import counted, narrowed, narrower_widths, rows_at
 from jedbatch._jaxpr.packed_loops import PackableLoop, packs
 from jedbatch._jaxpr.program_counters import STEP_WORK, LaneRule, pays, run_lanes
 from jedbatch._jaxpr.single_instances import ends_alone, goes_on_alone
@@ -75,6 +69,7 @@ def without_lock_step(
     branches: BranchesName = "forward",
     rule: LaneRule | None = None,
     table: Var | None = None,
+    repeats: Var | None = None,
 ) -> Any:
     """Returns a program whose loops and branches do not wait for other lanes under `vmap`.
 
@@ -87,17 +82,23 @@ def without_lock_step(
       rule: how lanes run, and what it costs; None for the default.
       table: a variable that has the table of a policy where the program is run; loops in loops that
         are in no other program read it.
+      repeats: a variable that has whether a lane has the operands of the last one, where the
+        program is run; of these lanes loops that are in no other program run one.
     """
     if mode == "lockstep" or not diverges(program):
         return program
     program = with_equal_trips(program)
     rule = rule or LaneRule()
     jaxpr = without_consts(program)
-    return with_equations(program, _with_nests(jaxpr, mode, branches, rule, table))
+    return with_equations(program, _with_nests(jaxpr, mode, branches, rule, table, repeats))
 
 
 def _without_lock_step(
-    equations: Sequence[Equation], mode: ControlFlowName, branches: BranchesName, rule: LaneRule
+    equations: Sequence[Equation],
+    mode: ControlFlowName,
+    branches: BranchesName,
+    rule: LaneRule,
+    repeats: Var | None = None,
 ) -> list[Any]:
     change = functools.partial(without_lock_step, mode=mode, branches=branches, rule=rule)
     eqns = []
@@ -105,7 +106,8 @@ def _without_lock_step(
         name = eqn.primitive.name
         values_decide = name in _RULES and not _by_platform(eqn)
         if values_decide and not eqn.effects and (name != "cond" or branches != "both"):
-            eqns.append(_ruled(eqn, _RULES[name](eqn, mode, branches, rule)))
+            own = repeats if name == "while" else None
+            eqns.append(_ruled(eqn, _RULES[name](eqn, mode, branches, rule), own))
         elif name in RULES_OF_REVERSE and branches != "forward":
             eqns.append(eqn)
         else:
@@ -129,17 +131,22 @@ def _by_platform(eqn: Equation) -> bool:
     return eqn.params.get("branches_platforms") is not None
 
 
-def _ruled(eqn: Equation, rule: Callable) -> Any:
-    """Returns an operation with another rule for `vmap`."""
+def _ruled(eqn: Equation, rule: Callable, repeats: Var | None) -> Any:
+    """Returns an operation with another rule for `vmap`, which reads what `repeats`, too."""
+    operands = [*eqn.invars, *_present(repeats)]
 
     @jax.custom_batching.custom_vmap
     def call(*xs: Array) -> Any:
-        return eqn.primitive.bind(*xs, **eqn.params)
+        return eqn.primitive.bind(*xs[: len(eqn.invars)], **eqn.params)
 
     call.def_vmap(rule)
-    traced = jax.make_jaxpr(call)(*(v.aval for v in eqn.invars))
+    traced = jax.make_jaxpr(call)(*(v.aval for v in operands))
     (called,) = traced.eqns
-    return eqn.replace(primitive=called.primitive, params=called.params)
+    return eqn.replace(primitive=called.primitive, params=called.params, invars=operands)
+
+
+def _present(v: Var | None) -> list[Var]:
+    return [] if v is None else [v]
 
 
 def _in_lock_step(eqn: Equation, in_batched: Sequence[bool], args: Sequence[Array]) -> Any:
@@ -158,6 +165,7 @@ def _with_nests(
     branches: BranchesName,
     rule: LaneRule,
     table: Var | None,
+    repeats: Var | None,
 ) -> Sequence[Equation]:
     """Returns the equations without lock step, one in place of those that program counters run.
 
@@ -169,7 +177,7 @@ def _with_nests(
     if branches == "both":
         nests = [i for i in nests if eqns[i].primitive.name in ("while", "scan", "cond")]
     if not nests or branches == "reverse":
-        return _without_lock_step(eqns, mode, branches, rule)
+        return _without_lock_step(eqns, mode, branches, rule, repeats)
     ranges = [(i, i + 1) for i in nests]
     if branches == "forward":
         loops = [i for i, eqn in enumerate(eqns) if is_cut(eqn, [True] * len(eqn.invars))]
@@ -179,10 +187,10 @@ def _with_nests(
     for first, last in ranges:
         read = {v for eqn in eqns[last:] for v in reads(eqn)}
         read.update(v for v in jaxpr.outvars if isinstance(v, Var))
-        nest = _nest(jaxpr, eqns[first:last], read, mode, branches, rule, table)
-        found += [*_without_lock_step(eqns[end:first], mode, branches, rule), nest]
+        nest = _nest(jaxpr, eqns[first:last], read, mode, branches, rule, table, repeats)
+        found += [*_without_lock_step(eqns[end:first], mode, branches, rule, repeats), nest]
         end = last
-    return [*found, *_without_lock_step(eqns[end:], mode, branches, rule)]
+    return [*found, *_without_lock_step(eqns[end:], mode, branches, rule, repeats)]
 
 
 def _nest(
@@ -193,8 +201,9 @@ def _nest(
     how: BranchesName,
     lanes: LaneRule,
     table: Var | None,
+    repeats: Var | None,
 ) -> Any:
-    """Returns one equation for some; `read` is what others read, `table` of a policy."""
+    """Returns one equation for some; `read` is what others read, the rest of `_with_nests`."""
     made = {v for eqn in eqns for v in eqn.outvars}
     operands = list(dict.fromkeys(v for eqn in eqns for v in reads(eqn) if v not in made))
     results = [v for eqn in eqns for v in eqn.outvars if v in read]
@@ -204,13 +213,14 @@ def _nest(
     )
     waiting = with_equations(closed, _without_lock_step(closed.jaxpr.eqns, mode, how, lanes))
     can_reverse = how == "both" and eqns[0].primitive.name != "while"
-    tables = [] if table is None else [table]
+    given = [*operands, *_present(table), *_present(repeats)]
 
-    def rule(size: int, in_batched: Sequence[bool], *given: Array) -> Any:
-        args, last = given[: len(operands)], given[len(operands) :]
+    def rule(size: int, in_batched: Sequence[bool], *found: Array) -> Any:
+        args, last = found[: len(operands)], list(found[len(operands) :])
         in_batched, has_rows = in_batched[: len(args)], in_batched[len(args) :]
+        like_last = None if repeats is None else last.pop()
         # All lanes have one table.
-        own = [x[0] if batched else x for x, batched in zip(last, has_rows, strict=True)]
+        tables = [x[0] if batched else x for x, batched in zip(last, has_rows, strict=False)]
         axes = [0 if batched else None for batched in in_batched]
 
         def otherwise(*args: Array) -> list[Array]:
@@ -223,7 +233,9 @@ def _nest(
             outs = otherwise(*args)
         else:
             in_lock_step = otherwise if can_reverse else None
-            outs = run_lanes(closed, args, in_batched, size, in_lock_step, lanes, *own)
+            outs = run_lanes(
+                closed, args, in_batched, size, in_lock_step, lanes, like_last, *tables
+            )
         return outs, [True] * len(outs)
 
     @jax.custom_batching.custom_vmap
@@ -231,9 +243,9 @@ def _nest(
         return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs[: len(operands)])
 
     call.def_vmap(rule)
-    traced = jax.make_jaxpr(call)(*(shape_of(v) for v in [*operands, *tables]))
+    traced = jax.make_jaxpr(call)(*map(shape_of, given))
     (called,) = traced.eqns
-    return called.replace(invars=[*operands, *tables], outvars=results)
+    return called.replace(invars=given, outvars=results)
 
 
 # --- loops ---
@@ -243,12 +255,14 @@ def _rule_of_while(
     eqn: Equation, mode: ControlFlowName, branches: BranchesName, lanes: LaneRule
 ) -> Callable:
     num_cond = eqn.params["cond_nconsts"]
-    num_consts = num_cond + eqn.params["body_nconsts"]
+    num_consts, num_operands = num_cond + eqn.params["body_nconsts"], len(eqn.invars)
     alone = ends_alone(eqn.params["cond_jaxpr"]), goes_on_alone(eqn.params["body_jaxpr"])
     decides = _what_decides(eqn)
     body_work = sum(map(work, eqn.params["body_jaxpr"].jaxpr.eqns))
 
-    def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
+    def rule(size: int, in_batched: Sequence[bool], *given: Array) -> Any:
+        args, in_batched = given[:num_operands], in_batched[:num_operands]
+        repeats = Repeats(*given[num_operands:])
         if not any(in_batched[i] for i in decides):
             return _in_lock_step(eqn, in_batched, args)
         at_a_time = lanes_at_a_time(size, body_work, mode, lanes.step_work)
@@ -261,18 +275,20 @@ def _rule_of_while(
         if is_narrow and is_tried() and packs(size, body_work, lanes.step_work):
             packable = PackableLoop(alone, num_cond, consts, in_consts)
             if packable.runs_in_kernel(start):
-                return packable.run(start, widths, body_work, lanes.step_work), [True] * len(start)
+                outs = packable.run(start, repeats, widths, body_work, lanes.step_work)
+                return outs, [True] * len(outs)
         if not (widths or is_refilled):
             return _in_lock_step(eqn, in_batched, args)
         inside: ControlFlowName = "lockstep" if widths else mode
         cond, body = (_function(x, inside, "forward", lanes) for x in alone)
         loop = LoopOfLanes.of(cond, body, num_cond, consts, in_consts)
+        goes_on = repeats.begin(loop, start)
         if widths:
-            outs = narrowed(*loop, start, widths, body_work, lanes.step_work)
+            outs = narrowed(loop, start, goes_on, widths, body_work, lanes.step_work)
         else:
             few = lanes_to_wait(size, at_a_time, body_work, lanes.step_work)
-            outs = refilled(*loop, start, at_a_time, few, body_work, lanes.nests)
-        return outs, [True] * len(outs)
+            outs = refilled(loop, start, goes_on, at_a_time, few, body_work, lanes.nests)
+        return repeats.filled(outs), [True] * len(outs)
 
     return rule
 
@@ -305,10 +321,9 @@ def lanes_to_wait(size: int, at_a_time: int, body_work: int, step_work: float = 
 
 
 def refilled(
-    more: Callable,
-    step: Callable,
-    own: Sequence[Array],
+    loop: LoopOfLanes,
     start: Sequence[Array],
+    goes_on: Array,
     at_a_time: int,
     few: int,
     body_work: int,
@@ -321,10 +336,9 @@ def refilled(
     it `nests`, by a loop around one that runs until some are done.
 
     Args:
-      more: from constants and carries of lanes to bool[lanes], whether each goes on.
-      step: from the same to the carries after a step.
-      own: constants, [N, ...] each.
+      loop: that runs.
       start: carries at first, [N, ...] each.
+      goes_on: bool[N], which lanes run.
       at_a_time: how many lanes run once few are left.
       few: how many lanes that is.
       body_work: floating-point operations of a step of a lane, for counts of steps.
@@ -333,7 +347,7 @@ def refilled(
     Returns:
       The carries [N, ...] at the end.
     """
-    size = len(start[0])
+    (more, step, own), size = loop, len(start[0])
 
     def together(state: Any) -> Any:
         goes_on, carry, tally = state
@@ -342,7 +356,7 @@ def refilled(
         return goes_on & more(own, carry), carry, tally
 
     tally = jnp.zeros((2, 3), jnp.int32) if is_counting() else None
-    state: Any = more(own, start), list(start), tally
+    state: Any = goes_on, list(start), tally
     goes_on, ends, tally = lax.while_loop(lambda state: state[0].sum() > few, together, state)
     num_left = goes_on.sum(dtype=jnp.int32)
     (left,) = jnp.nonzero(goes_on, size=few, fill_value=size)

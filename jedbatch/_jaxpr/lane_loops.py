@@ -20,7 +20,7 @@ class LoopOfLanes(NamedTuple):
 
     more: Callable[[Sequence[Array], Sequence[Array]], Array]
     step: Callable[[Sequence[Array], Sequence[Array]], list[Array]]
-    own: list[Array]
+    own: Sequence[Array]
 
     @classmethod
     def of(
@@ -56,6 +56,51 @@ class LoopOfLanes(NamedTuple):
             return body(*split(of_lane)[1], *carry)
 
         return cls(jax.vmap(more), jax.vmap(step), own)
+
+
+def flag_variable() -> Any:
+    """Returns a variable for whether a lane has the operands of the last one."""
+    return jax.make_jaxpr(jnp.logical_not)(jax.ShapeDtypeStruct((), bool)).jaxpr.invars[0]
+
+
+class Repeats:
+    """Lanes with the operands of the last one, such as those that fill up a chunk.
+
+    One of them runs, for all.
+
+    Args:
+      like_last: bool[N], which lanes have them; not given if none but the last.
+    """
+
+    def __init__(self, like_last: Array | None = None):
+        self._like_last = like_last
+        if like_last is not None:
+            size = len(like_last)
+            self._first = jnp.where(like_last, jnp.arange(size), size - 1).min()
+
+    def run(self, size: int) -> Array:
+        """Returns bool[N], which of so many lanes run."""
+        if self._like_last is None:
+            return jnp.ones(size, bool)
+        return (jnp.arange(size) == self._first) | ~self._like_last
+
+    def begin(self, loop: LoopOfLanes, start: Sequence[Array]) -> Array:
+        """Returns bool[N], which lanes of a loop run, given carries at first, [N, ...] each."""
+        goes_on = loop.more(loop.own, start)
+        return goes_on if self._like_last is None else goes_on & self.run(len(goes_on))
+
+    def filled(self, outs: Sequence[Array]) -> list[Array]:
+        """Returns results [N, ...] of all lanes, given those of lanes that ran."""
+        if self._like_last is None:
+            return list(outs)
+        ran = [jnp.broadcast_to(x[self._first], x.shape) for x in outs]
+        return where_lanes(self._like_last, ran, outs)
+
+
+def where_lanes(flags: Array, xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
+    """Returns the rows of the first arrays where flags are set, those of the others elsewhere."""
+    pairs = zip(xs, ys, strict=True)
+    return [jnp.where(flags.reshape(-1, *[1] * (x.ndim - 1)), x, y) for x, y in pairs]
 
 
 def carries_of_lanes(

@@ -22,6 +22,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
+from jedbatch._jaxpr.lane_loops import LoopOfLanes, where_lanes
 from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._support.types import Array
 
@@ -49,10 +50,9 @@ def narrower_widths(size: int, body_work: int, step_work: float) -> list[int]:
 
 
 def narrowed(
-    more: Callable,
-    step: Callable,
-    own: Sequence[Array],
+    loop: LoopOfLanes,
     start: Sequence[Array],
+    goes_on: Array,
     widths: Sequence[int],
     body_work: int,
     step_work: float,
@@ -60,10 +60,9 @@ def narrowed(
     """Runs a loop for many lanes until all are done.
 
     Args:
-      more: from constants and carries of lanes to bool[lanes], whether each goes on.
-      step: from the same to the carries after a step.
-      own: constants, [N, ...] each.
+      loop: that runs.
       start: carries at first, [N, ...] each.
+      goes_on: bool[N], which lanes run.
       widths: of how many lanes the loops are that follow, see `narrower_widths`.
       body_work: floating-point operations of a step of a lane.
       step_work: those that are done while a step is started.
@@ -71,6 +70,7 @@ def narrowed(
     Returns:
       The carries [N, ...] at the end.
     """
+    more, step, _ = loop
     tally = jnp.zeros((1 + len(widths), 3), jnp.int32) if is_counting() else None
 
     def run(
@@ -88,8 +88,8 @@ def narrowed(
         def waits(left: Array, wasted: Array) -> Array:
             return (left > few) | ((left > 0) & (wasted < price))
 
-        loop = more, step, own
-        goes_on, ends, left, tally = in_lock_step(loop, goes_on, carry, waits, tally, level)
+        now = LoopOfLanes(more, step, own)
+        goes_on, ends, left, tally = in_lock_step(now, goes_on, carry, waits, tally, level)
         if not widths:
             return ends, tally
 
@@ -108,14 +108,14 @@ def narrowed(
         ends, tally, _ = lax.while_loop(lambda state: state[-1] > 0, put_together, state)
         return ends, tally
 
-    ends, tally = run(own, start, more(own, start), tally, widths, 0)
+    ends, tally = run(loop.own, start, goes_on, tally, widths, 0)
     if tally is not None:
         tell("loop", [(0, body_work, width) for width in (len(start[0]), *widths)], tally)
     return ends
 
 
 def in_lock_step(
-    loop: tuple[Callable, Callable, Sequence[Array]],
+    loop: LoopOfLanes,
     goes_on: Array,
     carry: Sequence[Array],
     waits: Callable[[Array, Array], Array],
@@ -125,7 +125,7 @@ def in_lock_step(
     """Runs all lanes in lock step as long as it is worth to wait.
 
     Args:
-      loop: its condition, its body, and constants, as of `narrowed`.
+      loop: that runs.
       goes_on: bool[N], which lanes go on.
       carry: carries at first, [N, ...] each.
       waits: from int32[], how many lanes go on, and f32[], how many steps of lanes were computed
@@ -164,9 +164,3 @@ def counted(tally: Array | None, row: int, goes_on: Array) -> Array | None:
 def rows_at(arrays: Sequence[Array], lane: Array) -> list[Array]:
     """Returns the rows of some lanes; of a lane that there is not, those of the last one."""
     return [x.at[lane].get(mode="clip") for x in arrays]
-
-
-def where_lanes(flags: Array, xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:
-    """Returns the rows of the first arrays where flags are set, those of the others elsewhere."""
-    pairs = zip(xs, ys, strict=True)
-    return [jnp.where(flags.reshape(-1, *[1] * (x.ndim - 1)), x, y) for x, y in pairs]

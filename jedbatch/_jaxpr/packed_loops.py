@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jedbatch._jaxpr.lane_loops import LoopOfLanes, as_function
+from jedbatch._jaxpr.lane_loops import LoopOfLanes, Repeats, as_function, where_lanes
 from jedbatch._jaxpr.lane_steps import is_counting, tell
-from jedbatch._jaxpr.narrowing import in_lock_step, narrowed, where_lanes
+from jedbatch._jaxpr.narrowing import in_lock_step, narrowed
 from jedbatch._jaxpr.single_kernel import (
     in_kernel,
     reading,
@@ -52,13 +52,14 @@ def packs(size: int, body_work: int, step_work: float) -> bool:
 
 
 def together(
-    loop: LoopOfLanes, start: Sequence[Array]
+    loop: LoopOfLanes, start: Sequence[Array], goes_on: Array
 ) -> tuple[Array, list[Array], Array, Array | None]:
     """Runs all lanes in lock step until exchanging those that go on costs no more than waiting did.
 
     Args:
       loop: that runs.
       start: carries at first, [N, ...] each.
+      goes_on: bool[N], which lanes run.
 
     Returns:
       (bool[N] which lanes go on, their carries, how many go on, int32[1, 3] the steps, lanes and
@@ -69,7 +70,7 @@ def together(
         return (left > 0) & (wasted < EXCHANGE * left)
 
     tally = jnp.zeros((1, 3), jnp.int32) if is_counting() else None
-    return in_lock_step(loop, loop.more(loop.own, start), start, waits, tally)
+    return in_lock_step(loop, goes_on, start, waits, tally)
 
 
 def exchanged(
@@ -190,12 +191,18 @@ class PackableLoop:
         return runs_in_kernel(jax.make_jaxpr(both)(*kinds))
 
     def run(
-        self, start: Sequence[Array], widths: Sequence[int], body_work: int, step_work: float
+        self,
+        start: Sequence[Array],
+        repeats: Repeats,
+        widths: Sequence[int],
+        body_work: int,
+        step_work: float,
     ) -> list[Array]:
         """Runs the loop until all lanes are done.
 
         Args:
           start: carries at first, [N, ...] each.
+          repeats: lanes of which one runs.
           widths: for `narrowed`, which transformations see in place of a kernel.
           body_work: floating-point operations of a step of a lane.
           step_work: those that are done while a step is started.
@@ -205,7 +212,7 @@ class PackableLoop:
         """
         size, num_consts, counts = len(start[0]), len(self._consts), is_counting()
         loop = self._loop(self._functions, self._consts)
-        goes_on, ends, num_left, first = together(loop, start)
+        goes_on, ends, num_left, first = together(loop, start, repeats.begin(loop, start))
 
         def in_places(*operands: Array) -> list[Array]:
             consts, (left, num_left, *ends) = operands[:num_consts], operands[num_consts:]
@@ -217,7 +224,8 @@ class PackableLoop:
         def otherwise(*operands: Array) -> list[Array]:
             consts, ends = operands[:num_consts], operands[num_consts + 2 :]
             loop = self._loop(self._functions, consts)
-            outs = narrowed(*loop, ends, widths, body_work, step_work)
+            goes_on = loop.more(loop.own, ends)
+            outs = narrowed(loop, ends, goes_on, widths, body_work, step_work)
             return [*outs, *([jnp.zeros(3, jnp.int32)] if counts else [])]
 
         def exchange(state: Any) -> Any:
@@ -234,4 +242,4 @@ class PackableLoop:
         if first is not None:
             parts = [(0, body_work, size), (0, body_work, PLACES)]
             tell("loop", parts, jnp.stack([*first, *after]))
-        return ends
+        return repeats.filled(ends)

@@ -40,6 +40,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.basic_blocks import cut
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.lane_loops import Repeats
 from jedbatch._jaxpr.lane_steps import is_counting, is_recording, tell, tell_end, tell_visits
 from jedbatch._jaxpr.registers import BasicBlock, BlockProgram, Slot, same
 from jedbatch._jaxpr.storage import from_stored, stored, to_stored
@@ -124,6 +125,7 @@ def run_lanes(
     size: int,
     in_lock_step: Callable | None = None,
     rule: LaneRule | None = None,
+    like_last: Array | None = None,
     table: Array | None = None,
 ) -> list[Array]:
     """Runs a program for lanes with program counters.
@@ -135,34 +137,36 @@ def run_lanes(
       size: N.
       in_lock_step: from the same arrays to the same results; what is differentiated, if given.
       rule: how they run; None for the default.
+      like_last: bool[N], which of them have the arguments of the last one; of these one runs.
+        None if none but the last.
       table: of a policy (see `_schedule.lane_fsm`), which is followed in place of the rule's.
 
     Returns:
       The results [N, ...] of lanes.
     """
-    lanes, tables = rule or LaneRule(), () if table is None else (table,)
+    lanes = rule or LaneRule()
 
     @jax.custom_jvp
-    def run(args: Sequence[Array], *tables: Array) -> list[Array]:
-        policies = [functools.partial(look_up, x) for x in tables]
-        now = replace(lanes, policy=policies[0]) if policies else lanes
-        return _run(program, args, in_batched, size, now)
+    def run(args: Sequence[Array], like_last: Array | None, table: Array | None) -> list[Array]:
+        policy = lanes.policy if table is None else functools.partial(look_up, table)
+        repeats, now = Repeats(like_last), replace(lanes, policy=policy)
+        return repeats.filled(_run(program, args, in_batched, repeats.run(size), now))
 
     def push(read: tuple, moves: tuple) -> tuple[list, list]:
-        (primals, *tables), (tangents, *_) = read, moves
+        (primals, *given), (tangents, *_) = read, moves
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
-        given = [*primals, *(tangents[i] for i in moving)]
+        moved = [*primals, *(tangents[i] for i in moving)]
         if in_lock_step is not None:
-            every = _with_tangents(in_lock_step, moving, given)
+            every = _with_tangents(in_lock_step, moving, moved)
         else:
             flags = [*in_batched, *(in_batched[i] for i in moving)]
             kinds = [
                 jax.ShapeDtypeStruct(x.shape[batched:], x.dtype)
-                for x, batched in zip(given, flags, strict=True)
+                for x, batched in zip(moved, flags, strict=True)
             ]
             fn = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
             pushed = jax.make_jaxpr(lambda *xs: _with_tangents(fn, moving, xs))(*kinds)
-            every = run_lanes(pushed, given, flags, size, None, lanes, *tables)
+            every = run_lanes(pushed, moved, flags, size, None, lanes, *given)
         outs = every[: len(program.jaxpr.outvars)]
         found = iter(every[len(outs) :])
         return outs, [
@@ -171,7 +175,7 @@ def run_lanes(
         ]
 
     run.defjvp(push, symbolic_zeros=True)
-    return run(tuple(args), *tables)
+    return run(tuple(args), like_last, table)
 
 
 def _with_tangents(fn: Callable, moving: Sequence[int], operands: Sequence[Array]) -> list[Array]:
@@ -254,9 +258,11 @@ def _run(
     program: Any,
     args: Sequence[Array],
     in_batched: Sequence[bool],
-    size: int,
+    exists: Array,
     rule: LaneRule,
 ) -> list[Array]:
+    """Runs a program for the lanes that exist; results of others are anything."""
+    size = len(exists)
     blocks = cut_for(program, args, in_batched)
     of_lanes = itertools.compress(args, in_batched)
     registers = {
@@ -270,7 +276,7 @@ def _run(
     first, last = blocks.blocks[0], blocks.blocks[-1]
     registers, after = run_alone(first, registers, size)
     if last is not first:
-        registers, _ = until_last(blocks, registers, after, jnp.ones(size, bool), rule)
+        registers, _ = until_last(blocks, registers, after, exists, rule)
         registers, _ = run_alone(last, registers, size)
     return results_in(blocks, registers, size)
 

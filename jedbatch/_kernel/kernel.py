@@ -47,6 +47,7 @@ from jedbatch._jaxpr.interpret import (
     value_of,
     work,
 )
+from jedbatch._jaxpr.lane_loops import flag_variable
 from jedbatch._jaxpr.lane_steps import program_of
 from jedbatch._jaxpr.program_counters import LaneRule, table_variable
 from jedbatch._jaxpr.storage import Kind, distinct_kinds, from_stored, row_bytes, stored, to_stored
@@ -131,7 +132,8 @@ class Kernel:
         self.max_steps = max_steps
         self.lanes = lanes or lane_rule(target)
         self._lane_table = lane_table
-        self._bodies: dict[BranchesName, Sequence[Equation]] = {}
+        self._bodies: dict[tuple[BranchesName, bool], Sequence[Equation]] = {}
+        self._like_last = flag_variable()  # see `forward_bounded`
         self.operands = node_type.operands
         self.results = node_type.results
         operation = operation_of(node_type)
@@ -236,10 +238,15 @@ class Kernel:
         consts: Sequence[Array],
         operands: Sequence[Array],
         branches: BranchesName = "forward",
+        like_last: Array | None = None,
     ) -> tuple[list[Array], list[Array]]:
-        """The results of one lane, and, if loops have a bound, whether one was stopped."""
+        """The results of one lane, and, if loops have a bound, whether one was stopped.
+
+        If it is known whether it is `like_last`, loops run one of the lanes that are.
+        """
         with program_of(self.node_type):
-            return self._bounded(consts, operands, self._over_lanes(branches))
+            body = self._over_lanes(branches, like_last is not None)
+            return self._bounded(consts, operands, body, like_last)
 
     def forward_alone(
         self, consts: Sequence[Array], operands: Sequence[Array]
@@ -248,9 +255,13 @@ class Kernel:
         return self._bounded(consts, operands, self.body)
 
     def _bounded(
-        self, consts: Sequence[Array], operands: Sequence[Array], body: Sequence[Equation]
+        self,
+        consts: Sequence[Array],
+        operands: Sequence[Array],
+        body: Sequence[Equation],
+        like_last: Array | None = None,
     ) -> tuple[list[Array], list[Array]]:
-        results, env = self.evaluate(consts, operands, {}, body)
+        results, env = self.evaluate(consts, operands, {}, body, like_last)
         return results, [value_of(v, env) for v in self._outvars[len(results) :]]
 
     @functools.cached_property
@@ -263,14 +274,15 @@ class Kernel:
         """Returns whether lanes take different ways, or loop for different times, by themselves."""
         return self.control_flow != "lockstep" and diverges(self.jaxpr.replace(eqns=self.body))
 
-    def _over_lanes(self, branches: BranchesName) -> Sequence[Equation]:
-        """The body, for `vmap` without lock step."""
-        if branches not in self._bodies:
+    def _over_lanes(self, branches: BranchesName, repeats: bool) -> Sequence[Equation]:
+        """The body, for `vmap` without lock step; it reads which lanes are alike if some may be."""
+        if (branches, repeats) not in self._bodies:
             program = self.jaxpr.replace(eqns=self.body, outvars=self._outvars)
             (table,) = self._lane_vars or [None]
-            program = without_lock_step(program, self.control_flow, branches, self.lanes, table)
-            self._bodies[branches] = program.eqns
-        return self._bodies[branches]
+            like_last = self._like_last if repeats else None
+            given = program, self.control_flow, branches, self.lanes, table, like_last
+            self._bodies[branches, repeats] = without_lock_step(*given).eqns
+        return self._bodies[branches, repeats]
 
     @functools.cached_property
     def _differentiated(self) -> Sequence[Equation]:
@@ -290,6 +302,7 @@ class Kernel:
         operands: Any,
         deltas: dict[Var | int, Array],
         body: Sequence[Equation] | None = None,
+        like_last: Array | None = None,
     ) -> tuple[list, dict]:
         """(results, all values) of one lane.
 
@@ -298,6 +311,7 @@ class Kernel:
         """
         env = self.environment(operands)
         env.update(zip(self.const_vars, consts, strict=True))
+        env[self._like_last] = like_last
 
         def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
             outs = self.run(eqn, values)

@@ -28,17 +28,28 @@ StandIn = tuple[jax.Array, Sequence[jax.Array]]  # (whether some lane is alive, 
 
 
 def run_lanes(
-    kernel: Kernel, consts: Values, operands: Values, width: int, keep_residuals: bool
+    kernel: Kernel,
+    consts: Values,
+    operands: Values,
+    width: int,
+    keep_residuals: bool,
+    like_last: jax.Array | None = None,
 ) -> tuple[Values, Values]:
     """Returns (results, residuals) of some lanes.
 
     If residuals are not kept, whether a loop was stopped is in their place, where loops have a
-    bound.
+    bound. If it is known which lanes are `like_last`, bool[width], loops run one of them.
     """
     over_lanes = functools.partial(jax.vmap, in_axes=(None, 0), axis_size=width)
     if keep_residuals:
         return over_lanes(kernel.reverse.save)(consts, operands)
-    return over_lanes(kernel.forward_bounded)(consts, operands)
+    if like_last is None:
+        return over_lanes(kernel.forward_bounded)(consts, operands)
+
+    def one(consts: Values, lane: tuple[Values, jax.Array]) -> tuple[Values, Values]:
+        return kernel.forward_bounded(consts, lane[0], like_last=lane[1])
+
+    return over_lanes(one)(consts, (operands, like_last))
 
 
 def reverse_lanes(

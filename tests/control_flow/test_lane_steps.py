@@ -20,6 +20,11 @@ def spin(w, n, x):
 
 
 @jedbatch.cell
+def halve(x):
+    return lax.while_loop(lambda x: x.max() > 1, lambda x: x / 2, x)
+
+
+@jedbatch.cell
 def choose(w, n, x):
     return lax.switch(n, [lambda x, i=i: jnp.tanh(x @ (w + i)) for i in range(4)], x)
 
@@ -56,6 +61,27 @@ def test_loops_need_the_steps_of_their_lanes():
     assert counts.lanes < numbers.max() * 256
     assert f"{counts.lanes} lanes, {numbers.sum()} needed" in str(counts)
     assert ran.compilations == 0
+
+
+@pytest.mark.parametrize("cell", [spin, spin_in_spin])
+def test_nodes_that_fill_up_a_chunk_take_no_step(cell):
+    """A chunk of 64 for 40 of them, of which the last takes most steps."""
+    numbers, given = instances(39, 9)
+    numbers, given = [*numbers.tolist(), 12], [*given, (12, np.ones(8, np.float32))]
+    ran = batched(cell)
+    trips = [n if cell is spin else 2 * n + n * (n - 1) // 2 for n in numbers]
+    assert ran.lane_steps(W, given).needed == sum(trips)
+    expected = [cell(W, *x) for x in given]
+    np.testing.assert_allclose(ran(W, given), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nodes_alike_have_the_results_of_the_one_that_runs():
+    xs = [np.full(8, 2.0 ** (i % 11), np.float32) for i in range(20)]
+    ran = jedbatch.batch(lambda x: [halve(x), halve(x)], in_axes=0, control_flow="lanes")
+    trips = [i % 11 for i in range(20)]
+    assert ran.lane_steps(xs).needed == 2 * sum(trips) - trips[-1]  # the last node is there twice
+    for found in ran(xs):
+        np.testing.assert_array_equal(found, np.ones((20, 8)))
 
 
 def test_branches_need_their_lanes():

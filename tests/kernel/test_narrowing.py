@@ -15,6 +15,7 @@ from cases.divergent import (
 )
 from jax import lax
 
+from jedbatch._jaxpr.lane_loops import LoopOfLanes
 from jedbatch._jaxpr.narrowing import narrowed, narrower_widths
 from jedbatch._jaxpr.program_counters import LaneRule
 
@@ -185,11 +186,12 @@ def test_other_counts_compile_nothing_and_bounds_name_the_instance(kind):
 def test_moved_lanes_that_are_done_repeat_no_step():
     """Lanes that are put together beside those that go on are not written."""
     start = [jnp.arange(256, dtype=jnp.int32) % 7]
+    own = [jnp.where(jnp.arange(256) % 50 == 3, 300, 0)]
+    loop = LoopOfLanes(lambda own, carry: carry[0] < own[0], lambda own, carry: [carry[0] + 1], own)
     ends = narrowed(
-        lambda own, carry: carry[0] < own[0],
-        lambda own, carry: [carry[0] + 1],
-        [jnp.where(jnp.arange(256) % 50 == 3, 300, 0)],
+        loop,
         start,
+        loop.more(own, start),
         [64],
         body_work=10**6,
         step_work=1.0,
