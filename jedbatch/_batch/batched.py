@@ -64,7 +64,7 @@ from jedbatch._session.pipeline import (
     reverse_mode_only,
     run_plan,
 )
-from jedbatch._session.recording import Recording, keyed
+from jedbatch._session.recording import Recording, arrays_of
 from jedbatch._session.round import Round, Rounds
 from jedbatch._session.session import Session, num_programs
 from jedbatch._support.caches import Memory
@@ -283,7 +283,7 @@ class Batched(Generic[*Given, Result]):
         on_host: bool = False,
     ) -> Any:
         """Runs the function where it decides on values; `on_host` as `_results_on_host` does."""
-        arrays = [keyed(i, instance)[1] for i, instance in enumerate(instances)]
+        arrays = arrays_of(instances)
         call = Stepwise(
             self._fn,
             session,

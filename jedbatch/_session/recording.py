@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
 from jedbatch._ragged.lengths import RaggedTypes
@@ -18,13 +20,15 @@ from jedbatch._ragged.regions import Cut, Uncut
 from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.environment import Reached
 from jedbatch._record.instance_arrays import array_type
-from jedbatch._record.instance_key import instance_key, plain_keys
+from jedbatch._record.instance_key import instance_key, keys_with_arrays, plain_keys
 from jedbatch._record.trace import trace
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.types import Array
 
 MANY_INSTANCES, FEW_INSTANCES = 64, 16  # of a minibatch, and of those that go ahead
+# Of arrays that are found at a glance: those that JAX computes with whatever its configuration.
+_DTYPES = {np.dtype(x): n for n, x in enumerate(("float32", "int32", "bool"))}
 
 
 def keyed(i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
@@ -34,6 +38,14 @@ def keyed(i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
     except TypeError as error:
         error.add_note(f"This happened while instance {i} was read.")
         raise
+
+
+def arrays_of(instances: Sequence[tuple]) -> list[list[Any]]:
+    """Returns the arrays of each instance, given the mapped arguments of each."""
+    written = keys_with_arrays(_subjects(instances), _DTYPES)
+    if written is not None:
+        return written[1]
+    return [keyed(i, instance)[1] for i, instance in enumerate(instances)]
 
 
 def _subjects(instances: Sequence[tuple]) -> list[Any]:

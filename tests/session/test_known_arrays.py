@@ -233,3 +233,14 @@ def test_known_instances_have_a_bound():
         check_call(batched, scaled, minibatch)
     (session,) = batched._sessions.values()
     assert len(session.records.with_arrays._records) <= 4
+
+
+@pytest.mark.parametrize("other", [None, jnp.ones(2), "text", 1 << 40])
+def test_arrays_of_all_instances_are_those_of_each(other):
+    """At a glance, or, with what is rare among them, one by one: in the order of the places."""
+    x, y, z = vector(), vector(), vector()
+    instances = [({"b": x, "a": (y, 1)}, other), ({"b": y, "a": (z, 2.0)}, [x, x])]
+    instances = instances if other is None else [*instances[:1], ({"b": y, "a": (z, 2.0)}, None)]
+    expected = [recording.keyed(i, instance)[1] for i, instance in enumerate(instances)]
+    for found, own in zip(recording.arrays_of(instances), expected, strict=True):
+        assert list(map(id, found)) == list(map(id, own))
