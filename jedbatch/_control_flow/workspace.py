@@ -96,7 +96,6 @@ class Workspace:
         self._first = Beginning(0, 0, 0, 0, 0)
         self._lanes: collections.Counter[int] = collections.Counter()  # in use, by type
         self._waiting: collections.Counter[int] = collections.Counter()  # nodes, by type
-        self._moved = False  # whether rows are those of another program by now
         self._inputs: dict[Kind, list[np.ndarray]] = collections.defaultdict(list)
         self._num_inputs: collections.Counter[Kind] = collections.Counter()
         self._chunks: list[tuple[InputRows, int, np.ndarray]] = []
@@ -219,12 +218,8 @@ class Workspace:
         ran = np.flatnonzero(graph.lane.array >= 0) if has_moved else nodes
         graph.find_rows(ran, self._find_bases())
         self._rounds.append((nodes, placed))
-        rows = Rows(
-            graph.rows(operand),
-            None,
-            {kind: graph.rows(values) for kind, values in wanted.items()},
-            first_lane=offset[list(placed.type_ids)],
-        )
+        returned = {kind: graph.rows(values) for kind, values in wanted.items()}
+        rows = Rows(graph.rows(operand), None, returned, None, offset[list(placed.type_ids)])
         assert self.signature is not None
         lowered = lower(placed, self.signature, rows)
         assert lowered is not None
@@ -283,10 +278,7 @@ class Workspace:
         if foreseen is not None and count:
             input_rows, old_rows = foreseen.rows(value_rows, input_row, old_row)
             for group, places, rows in foreseen.counted(template, count):
-                first = self._num_inputs[group.kind]
-                input_rows[1:, places] = first + np.arange(len(rows)).reshape(count, -1)
-                self._inputs[group.kind].append(rows)
-                self._num_inputs[group.kind] += len(rows)
+                input_rows[1:, places] = self._put(group.kind, rows).reshape(count, -1)
         table = bound.table(lanes, np.concatenate([value_rows, input_rows, old_rows], axis=1))
         if input_rows.shape[1] < template.num_inputs:
             of_each = np.full((1 + count, template.num_inputs), -1)
@@ -408,8 +400,12 @@ class Workspace:
         self, inputs: np.ndarray, instance: np.ndarray, group: np.ndarray
     ) -> np.ndarray:
         """Gives rows to inputs, cut where the instance or the group changes; returns the rows."""
-        rows: list[int] = []
         owners, recorder = np.maximum(instance, 0).tolist(), self.recorder
+        is_traced = self.saving or self.trial is not None  # so that chunks are asked for
+        whole = None if is_traced else self.graph.whole_arrays(group, owners, self.arrays)
+        if whole is not None:
+            return self._put(self.graph.kind_of_group(int(group[0])), np.stack(whole))
+        rows: list[int] = []
         for chunk in cut_inputs(recorder.registry, recorder.input_value, inputs, instance, group):
             begin, kind = len(rows), stored(chunk.type)
             rows += range(self._num_inputs[kind], self._num_inputs[kind] + len(chunk))
@@ -418,10 +414,15 @@ class Workspace:
 
     def _enter(self, kind: Kind, chunk: InputRows, instance: int, numbers: np.ndarray) -> None:
         """Puts inputs of an instance, or values of any, behind the others of their arena."""
-        rows = np.asarray(rows_of_inputs(chunk, self.arrays[instance], instance))
-        self._num_inputs[kind] += len(numbers)
-        self._inputs[kind].append(rows)
+        self._put(kind, np.asarray(rows_of_inputs(chunk, self.arrays[instance], instance)))
         self._chunks.append((chunk, instance, numbers))
+
+    def _put(self, kind: Kind, rows: np.ndarray) -> np.ndarray:
+        """Puts rows behind the others of their arena; returns where they are."""
+        first = self._num_inputs[kind]
+        self._num_inputs[kind] += len(rows)
+        self._inputs[kind].append(rows)
+        return first + np.arange(len(rows))
 
     def _make_capacity(self, layout: Layout, wanted: dict[Kind, np.ndarray]) -> bool:
         """Goes on with a larger program if this one has no room for what comes; returns if so.
@@ -504,9 +505,8 @@ class Workspace:
             self.graph.take_up()
             self.trial.run(signature, table, self._num_inputs)
             self.trial.finish(*self.whole({}, stacked=True))
-        outputs, self.state = executor.advance(
-            self.saving, shared, tuple(inputs), table, self.state
-        )
+        given = shared, tuple(inputs), table, self.state
+        outputs, self.state = executor.advance(self.saving, *given)
         return outputs
 
     def _buffer(self, kind: Kind, room: int) -> np.ndarray:
