@@ -30,21 +30,21 @@ Read in this order:
 19. `trip_counts`: Trip counts of loops, as far as their programs say.
 20. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-21. `registers`: Basic blocks, and the registers of values that live between them.
-22. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
-   places in it.
-23. `program_counters`: A machine for lanes that are at different places of a program.
-24. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
-   segments.
-25. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
-   says so.
-26. `branch_residuals`: Residuals of branches, without those that are there anyway.
-27. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
-   lanes share.
-28. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
-   others.
-29. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+21. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
+22. `registers`: Basic blocks, and the registers of values that live between them.
+23. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+   places in it.
+24. `program_counters`: A machine for lanes that are at different places of a program.
+25. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
+   segments.
+26. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+   says so.
+27. `branch_residuals`: Residuals of branches, without those that are there anyway.
+28. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+   lanes share.
+29. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+   others.
 30. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
 31. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
