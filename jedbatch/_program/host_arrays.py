@@ -15,8 +15,9 @@ from jedbatch._graph.graph import are_whole
 from jedbatch._graph.inputs import InputColumns, InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.derivatives import DifferentiableProgram, bind_program
 from jedbatch._jaxpr.storage import Kind, from_stored, is_key, stored, stored_kind
-from jedbatch._jaxpr.transfers import fetched
+from jedbatch._jaxpr.transfers import fetched, unguarded
 from jedbatch._program.output_spec import OutputSpec, Slice, TileRun
 from jedbatch._program.plan import input_name
 from jedbatch._program.returned import split_outputs, stacked
@@ -247,25 +248,14 @@ def results_from(
     """
     if not any(isinstance(x, list) for x in outputs):
         outputs = split_outputs(outputs, form.batch)
-    on_host: dict[tuple[int, int], Any] = {}
+    cut = _cut_out(form, packed)
 
     def leaf(kind: Kind, place: Any) -> Any:
         if isinstance(place, Slice):
-            return cut_out(place)
+            return cut[place]
         if isinstance(place, TileRun):
             return put_together(place, None)
         return from_stored(arena[stored_kind(kind)][place], ValueType(*kind))
-
-    def cut_out(place: Slice) -> Array:
-        which = place.stage, place.result
-        if which not in on_host:
-            on_host[which] = _on_host(packed[place.stage][place.result])
-        rows = on_host[which]
-        sizes = [place.shape[axis] for axis in place.axes]
-        rows = rows[place.start : place.start + math.prod(sizes)]
-        xp = np if isinstance(rows, np.ndarray) else jnp
-        entries = rows.reshape(*sizes, *rows.shape[1:])
-        return jnp.asarray(xp.moveaxis(entries, range(len(sizes)), place.axes))
 
     def put_together(run: TileRun, batch: int | None) -> Array:
         first, axis = run.first // (batch or 1), run.axis + (batch is not None)
@@ -285,7 +275,7 @@ def results_from(
         leaves = []
         for kind, first in places:
             if isinstance(first, tuple):
-                leaves.append(jnp.stack(list(map(cut_out, first))))
+                leaves.append(jnp.stack([cut[place] for place in first]))
                 continue
             if isinstance(first, TileRun):
                 leaves.append(put_together(first, form.batch))
@@ -300,6 +290,64 @@ def results_from(
         )
         for structure, places in zip(form.structures, form.places, strict=True)
     ]
+
+
+def _cut_out(form: OutputSpec, packed: Sequence[Sequence[Any]]) -> dict[Slice, Array]:
+    """Returns the ragged results of instances, by place."""
+    places: dict[tuple[int, int], dict[Slice, None]] = {}
+    for _, place in itertools.chain.from_iterable(form.places):
+        for at in place if isinstance(place, tuple) else (place,):
+            if isinstance(at, Slice):
+                places.setdefault((at.stage, at.result), {})[at] = None
+    found: dict[Slice, Array] = {}
+    for (stage, result), slices in places.items():
+        rows = packed[stage][result]
+        if isinstance(rows, Tracer):
+            parts = bind_program(_cutting(list(slices)), [rows])
+        else:
+            parts = [_part(fetched(rows), place) for place in slices]
+        found |= zip(slices, parts, strict=True)
+    return found
+
+
+def _cutting(places: Sequence[Slice]) -> DifferentiableProgram:
+    """Returns how packed rows become results, as a program of its own.
+
+    JAX would pull each cotangent back by a program for its place and length.
+    """
+
+    def run(rows: Array) -> list[Array]:
+        rows = _on_host(rows)
+        return [_part(rows, place) for place in places]
+
+    @unguarded
+    def pull_back(args: Sequence[Array], _: Any, cotangents: Sequence[Any], __: Any) -> list[Array]:
+        received = [x for x in zip(places, cotangents, strict=True) if x[1] is not None]
+        on_host = not any(isinstance(c, Tracer) for _, c in received)
+        xp: Any = np if on_host else jnp
+        total = xp.zeros(args[0].shape, args[0].dtype)
+        for place, cotangent in received:
+            entries = fetched(cotangent) if on_host else cotangent
+            entries = xp.moveaxis(entries, place.axes, range(len(place.axes)))
+            count = math.prod(place.shape[axis] for axis in place.axes)
+            part = entries.reshape(count, *total.shape[1:])
+            where = slice(place.start, place.start + count)
+            if on_host:
+                total[where] += part
+            else:
+                total = total.at[where].add(part)
+        return [jnp.asarray(total)]
+
+    return DifferentiableProgram(run, pull_back)
+
+
+def _part(rows: Any, place: Slice) -> Array:
+    """Returns the result of an instance, some of the rows, traced or on the host."""
+    sizes = [place.shape[axis] for axis in place.axes]
+    rows = rows[place.start : place.start + math.prod(sizes)]
+    xp = np if isinstance(rows, np.ndarray) else jnp
+    entries = rows.reshape(*sizes, *rows.shape[1:])
+    return jnp.asarray(xp.moveaxis(entries, range(len(sizes)), place.axes))
 
 
 def rows_on_host(outputs: Sequence[Array]) -> list[list[np.ndarray]]:

@@ -12,7 +12,7 @@ import pytest
 from cases.helpers import assert_close, number
 
 import jedbatch
-from jedbatch import ragged
+from jedbatch import ragged, testing
 from jedbatch._ragged.lengths import LengthFamily
 
 pytestmark = pytest.mark.unoptimized
@@ -387,6 +387,40 @@ def test_arrays_returned_as_they_came():
     assert_close(same(xs), [jnp.asarray(x) for x in xs], 0)
     slope = jax.grad(lambda xs: sum((x**3).sum() for x in same(xs)))(xs)
     assert_close(slope, [3 * jnp.asarray(x) ** 2 for x in xs], 1e-5)
+
+
+def test_cotangents_of_results_of_other_lengths_compile_nothing():
+    """Of rows, of a table and of rows along the last axis; some have none."""
+
+    def fn(weight, pair):
+        x, _ = pair
+        y = jnp.tanh(x @ weight)
+        return {"rows": y, "table": y @ y.T, "columns": jnp.sin(y).T, "sum": y.sum()}
+
+    def pulled(run, instances):
+        results, back = jax.vjp(lambda weight: run(weight, instances), jnp.asarray(WEIGHT))
+        return back([jax.tree.map(lambda y: jnp.asarray(np.cos(y)), x) for x in results])[0]
+
+    batched = jedbatch.batch(fn, out_axes=None)
+    alone = jax.jit(fn)
+    of_all = [arrays(*lengths) for lengths in CHANCE[1:]]
+    of_all[0] += of_all[1][:1]
+    for instances in of_all:
+        expected = pulled(lambda weight, xs: [alone(weight, x) for x in xs], instances)
+        assert_close(pulled(batched, instances), expected, 1e-4)
+    turned = of_all[0][::-1]
+    expected = pulled(lambda weight, xs: [alone(weight, x) for x in xs], turned)
+    with testing.assert_no_recompile():
+        found = pulled(batched, turned)
+    assert_close(found, expected, 1e-4)
+
+    def of_tables(run, weight):
+        return sum(jnp.square(x["table"]).sum() for x in run(weight, turned))
+
+    runs = [batched, lambda weight, xs: [alone(weight, x) for x in xs]]
+    for derivative in (jax.grad, jax.hessian, lambda f: jax.jit(jax.grad(f)), jax.jacfwd):
+        found, expected = (derivative(functools.partial(of_tables, run))(WEIGHT) for run in runs)
+        assert_close(found, expected, 1e-3)
 
 
 @jedbatch.cell
