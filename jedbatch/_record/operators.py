@@ -8,7 +8,7 @@ Operators take 20 to 40 microseconds through `jax.numpy`, which checks types, br
 promotes, only to come to the same operation whenever the types are the same. So what an operator
 came to is remembered by the types of both sides, and the second time a node is recorded at once.
 Everything unusual takes the slow path: tracers of other transformations, arrays, and operations on
-shared values alone.
+a shared value and a number.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -321,7 +321,8 @@ class Known(NamedTuple):
 def operate(recorder: RecorderLike, slow_path: Callable, a: object, b: object) -> Leaf:
     """An operator on a symbol `a` and anything: as recorded before, or by `slow_path`."""
     way = (slow_path, _described(recorder, a), _described(recorder, b))
-    if None in way or (type(a) is Shared and type(b) is not Value) or not recorder.active:
+    of_numbers = type(a) is Shared and type(b) not in (Value, Shared)
+    if None in way or of_numbers or not recorder.active:
         return slow_path(a, b)
     with take_current_trace() as current:
         here = current is recorder
@@ -330,6 +331,8 @@ def operate(recorder: RecorderLike, slow_path: Callable, a: object, b: object) -
     recorded = recorder.registry.operators.get(way)
     if recorded is None:
         return _noted(recorder, way, a, b)
+    if type(recorded) is int:
+        return Shared(recorder, recorded)
     sides = [getattr(a, "index", None), getattr(b, "index", None)]
     if recorded.group is not None:
         sides[1] = recorder.new_input(recorded.group, b)
@@ -349,11 +352,17 @@ def _described(recorder: RecorderLike, x: Leaf) -> Any:
 
 
 def _noted(recorder: RecorderLike, way: tuple, a: object, b: object) -> Leaf:
-    """Takes the slow path, and remembers where it led if that is one node with both sides."""
+    """Takes the slow path, and remembers where it led.
+
+    That is a shared value, or one node with both sides.
+    """
     num_nodes, num_inputs = len(recorder.call_specs), len(recorder.input_group)
     num_reads = len(recorder.references)
     out = way[0](a, b)
     new_inputs = recorder.input_group[num_inputs:]
+    if type(a) is Shared and type(out) is Shared:
+        recorder.registry.operators[way] = out.index
+        return out
     if len(recorder.call_specs) != num_nodes + 1 or type(out) is not Value:
         return out
     recorder.mark_again()  # as if it had come by the fast path

@@ -7,6 +7,7 @@ import pytest
 import jedbatch
 from jedbatch._record import operators
 from jedbatch._record.recorder import Recorder
+from jedbatch._record.registry import Registry
 from jedbatch._support import native
 
 
@@ -179,6 +180,32 @@ def test_operators_take_the_fast_path_from_the_second_time_on(name, monkeypatch)
         recorded(OPERATORS[name], times)
         counts.append(len(noted))
     assert 0 < counts[0] == counts[1]
+
+
+def test_operators_on_weights_alone_take_the_fast_path(monkeypatch):
+    """As of a learned state in place of children that are not there."""
+
+    def fn(params, tree):
+        if tree is None:
+            return params["b"]
+        x, left, right = tree
+        return params["b"] * x + fn(params, left) @ params["w"] - fn(params, right) * params["b"]
+
+    computed, shared_results = [], Registry.shared_results
+    monkeypatch.setattr(
+        Registry,
+        "shared_results",
+        lambda *args: (computed.append(args[1]), shared_results(*args))[1],
+    )
+    batched = jedbatch.batch(fn)
+    counts = []
+    leaf = (X, None, None)
+    for trees in [leaf], [(X, leaf, (X, None, leaf)), (X, leaf, None)]:
+        batched.plan(P, trees)
+        counts.append(len(computed))
+    assert 0 < counts[0] == counts[1]
+    found = batched(P, trees)
+    np.testing.assert_allclose(found, [fn(P, tree) for tree in trees], rtol=1e-6)
 
 
 @pytest.mark.parametrize("options", [{"scale": 1}, {"scale": True}, {"scale": 1.5}])
