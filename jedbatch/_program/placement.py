@@ -48,6 +48,7 @@ USUAL_DEVIATION, FEW_INSTANCES = 0.6, 4
 NO_VALUE = int(np.iinfo(np.int64).min)  # among outputs: a row that is returned for nobody
 NOTHING = np.zeros(0, np.int64)
 CHEAP_LANE_BYTES = 1 << 16  # bytes of lanes that every type may have at least
+CHEAP_INPUTS, CHEAP_INPUT_BYTES = 64, 1 << 12  # rows of inputs of a kind, and no more than that
 
 
 @dataclass(frozen=True, eq=False)
@@ -368,6 +369,9 @@ class Placement:
             }
             for name in ("inputs", "outputs", "shared_rows")
         }
+        for kind, n in needed["inputs"].items():
+            cheap = min(CHEAP_INPUTS, CHEAP_INPUT_BYTES // max(1, row_bytes(kind)))
+            larger["inputs"][kind] = max(larger["inputs"][kind], cheap if n else 0)
         if self.stacked:
             larger["outputs"] = dict(needed["outputs"])
         instructions = {"num_instructions": {None: 0}}  # known once there are bodies

@@ -68,3 +68,19 @@ def test_rows_that_nobody_writes_cost_no_time_in_inference(gradient, is_one):
     assert large is again
     assert (large is small) == is_one
     assert large.result_bytes > 1 << 20
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_numbers_that_few_instances_bring_have_room_for_more(gradient):
+    step = jedbatch.cell(lambda w, h, number: jnp.tanh(w * h + number))
+
+    def chain(w, numbers):
+        h = step(w, w, 0)
+        for number in numbers:
+            h = step(w, h, number)
+        return h
+
+    batched, w = jedbatch.batch(chain), jnp.ones(4)
+    minibatches = [[[0.5] * 4] * k + [[]] * (32 - k) for k in (2, 14)]
+    few, many = [batched.plan(w, x, gradient=gradient).static.signature for x in minibatches]
+    assert few is many
