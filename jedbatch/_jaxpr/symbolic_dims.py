@@ -80,6 +80,7 @@ class Questions:
     Attributes:
       refused: what Python has decided on, in words. The function may have caught the errors.
       unequal: pairs of symbols that JAX was not told to be the same where it compared them.
+      few: extents of which JAX could not know whether they are 1 at least, as of `n - 1`.
       hashed: what Python has hashed, each with the frame and the instruction that did; JAX may
         turn out to have been called there.
     """
@@ -87,6 +88,7 @@ class Questions:
     def __init__(self) -> None:
         self.refused: list[str] = []
         self.unequal: list[tuple[str, str]] = []
+        self.few: list[Any] = []
         self.hashed: list[tuple[Any, int, str]] = []
 
     def check(self) -> None:
@@ -234,6 +236,8 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
             if SUPPOSES_ENOUGH.fullmatch(sys._getframe(1).f_code.co_name):
                 return False
             _ask(self, other, sys._getframe(1))
+            if type(other) is int and other in (0, 1) and _asked.questions is not None:
+                _asked.questions.few.append(self)
             raise
         if unsound(answer) and not (symmetric and _known_to_differ(self, other)):
             _ask(self, other, sys._getframe(1))

@@ -29,8 +29,10 @@ from jedbatch._jaxpr.symbolic_dims import (
     SYMBOL,
     LengthDecisionError,
     Questions,
+    extent_at,
     is_user_code,
     make_symbol,
+    symbols_in,
 )
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._record.instance_arrays import array_type
@@ -42,10 +44,12 @@ ArrayType = tuple[
     tuple[AxisSize, ...], Dtype, bool
 ]  # (shape, dtype, weak), an extent may be a symbol
 Pair = tuple[int, int]  # of arrays of an instance
+Scope = tuple[int | None, int, int]  # (bound of its symbols, the least they are, how many)
 # Types of arrays, arrays by symbol, and for each array its length, or -1 - the first array that it
 # shares a symbol with.
 SymbolicTypes = tuple[list[ArrayType], dict[str, list[int]], tuple[int, ...]]
 MAX_KNOWN = 64  # types with symbols that are kept for a family
+LEASTS = (2, 4)  # that lengths may be supposed to be at least
 MAX_DISTANCES = 3  # between arrays of two kinds that have been compared
 
 
@@ -174,6 +178,7 @@ class Lengths:
       off: why lengths are not told apart from shapes; None as long as they are.
       longest: the greatest length there was.
       bound: the greatest length there can be, if the function has to know one.
+      least: the least length that arrays have which are recorded for all lengths.
       revision: how often it has changed under which lengths instances are recorded.
       changes: how often a length was seen that may have changed what `look` returns.
       apart: why some instances of those looked at last are told apart by their lengths, if any are.
@@ -183,6 +188,7 @@ class Lengths:
         self.off = off
         self.longest = 0
         self.bound: int | None = None
+        self.least = 1
         self.revision = 0
         self.changes = 0
         self._families = families
@@ -191,7 +197,7 @@ class Lengths:
         self._compared: set[tuple] = set()  # kinds of which all arrays are compared,
         self._with: UnionFind[tuple] = UnionFind()  # and with those of which others
         self._names = 0  # symbols that a scope must have
-        self._scopes: dict[tuple, dict[str, Any]] = {}  # symbols, by their bound and number
+        self._scopes: dict[tuple, dict[str, Any]] = {}  # symbols, by their scope
         self.apart: str | None = None
 
     @property
@@ -295,7 +301,7 @@ class Lengths:
 
     def _symbolic(
         self,
-        scope: tuple[int | None, int],
+        scope: Scope,
         family: LengthFamily,
         lengths: Sequence[int],
         ragged: Sequence[int],
@@ -399,17 +405,32 @@ class Lengths:
         self.revision += 1
         return True
 
-    def _scope(self) -> tuple[int | None, int]:
-        """Returns the scope in use: (bound of its symbols, how many those are)."""
-        if self.bound is None:
-            return None, 0  # it can have any number
-        return self.bound, max(len(LETTERS), 1 << (self._names - 1).bit_length())
+    def next_least(self, asked: Questions) -> bool:
+        """Has lengths be more at least; False if that does not tell JAX what it asked for.
 
-    def _symbol(self, key: tuple[int | None, int], name: str) -> Any:
+        Of `x[1:]` it has to know whether there are rows, which is so from two rows on.
+        """
+        for least in LEASTS:
+            at = [extent_at(e, dict.fromkeys(symbols_in(e), least)) for e in asked.few]
+            if least > self.least and at and min(at) > 0:
+                self.least = least
+                self.revision += 1
+                return True
+        return False
+
+    def _scope(self) -> Scope:
+        """Returns the scope in use."""
+        if self.bound is None and self.least == 1:
+            return None, 1, 0  # it can have any number
+        return self.bound, self.least, max(len(LETTERS), 1 << (self._names - 1).bit_length())
+
+    def _symbol(self, key: Scope, name: str) -> Any:
         if key not in self._scopes:
-            bound, number = key
+            bound, least, number = key
             names = [_name(k) for k in range(number)]
-            scope = export.SymbolicScope([f"{s} <= {bound}" for s in names])
+            known = [f"{s} <= {bound}" for s in names if bound is not None]
+            known += [f"{s} >= {least}" for s in names if least > 1]
+            scope = export.SymbolicScope(known)
             self._scopes[key] = {"n": make_symbol("n", scope)}
         symbols = self._scopes[key]
         if name not in symbols:

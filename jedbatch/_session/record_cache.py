@@ -169,17 +169,19 @@ class RecordCache:
         Raises `GuardFailed` where there is another bound from now on.
         """
         types = self.lengths.look(keys, arrays)
-        bound = self.lengths.bound
-        if bound is None or self.lengths.longest <= bound:
+        bound, least = self.lengths.bound, self.lengths.least
+        is_long = bound is not None and self.lengths.longest > bound
+        if not is_long and least == 1:
             return types
-        if self.bind():
+        if is_long and self.bind():
             raise GuardFailed
-        return [  # what is longer than any table is the function's to refuse
-            None
-            if g and any(len(instance_arrays[i]) > bound for s in g.symbols.values() for i in s)
-            else g
-            for g, instance_arrays in zip(types, arrays, strict=True)
-        ]
+
+        def fits(known: RaggedTypes) -> bool:
+            lengths = [known.lengths[i] for s in known.symbols.values() for i in s]
+            # What is longer than any table is the function's to refuse.
+            return min(lengths) >= least and (bound is None or max(lengths) <= bound)
+
+        return [known if known and fits(known) else None for known in types]
 
     def recall(
         self, instances: list[Any], reached: Reached

@@ -191,7 +191,7 @@ class Recording:
         try:
             return attempt.record(record)
         except Exception as error:
-            if not attempt.relate(error) and not cache.bind():
+            if not attempt.relate(error) and not attempt.supposes_more() and not cache.bind():
                 record(cache.grouping, read)  # complains if lengths are not the reason
                 cache.lengths.give_up(error, attempt.given[attempt.number])
             raise GuardFailed from None
@@ -288,6 +288,11 @@ class RaggedRecording:
         if given is None or asked is None:
             return False
         return self.cache.lengths.relate(given, asked, error)
+
+    def supposes_more(self) -> bool:
+        """Returns whether to record again: JAX had to know whether there are rows left."""
+        asked = self.asked.get(self.number)
+        return asked is not None and self.cache.lengths.next_least(asked)
 
     def _compared(self, i: int) -> bool:
         """Returns whether lengths of an instance were compared that it is not yet told apart by."""
