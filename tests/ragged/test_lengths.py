@@ -108,7 +108,8 @@ def test_parts_without_rows_for_some_lengths(fn, fewest):
         found = batched(WEIGHT, instances)
         counts.append(batched.compilations)
         assert_close(found, [fn(WEIGHT, x) for x in instances], 2e-5)
-    assert counts[0] == counts[1] and apart(batched) is None
+    assert counts[0] == counts[1]
+    assert apart(batched) is None
     if fewest > 1:
         short = arrays((6, 1), (fewest - 1, 1))
         for run in (batched, lambda weight, xs: [fn(weight, x) for x in xs]):
