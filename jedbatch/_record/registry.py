@@ -60,7 +60,7 @@ NUMBER_TYPES = (int, float, complex, np.generic)
 
 
 def _bytes_of_constant(key: Any, results: list[Any]) -> int:
-    return 100 * len(key) + sum(8 * x.size for x in results)
+    return 100 * len(key) + sum(8 * np.size(x) for x in results)
 
 
 class Registry:
