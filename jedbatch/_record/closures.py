@@ -9,14 +9,14 @@ import contextlib
 import enum
 import functools
 import types
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import numpy as np
 from jax.core import Tracer
 
 from jedbatch._jaxpr.identity import Same, attribute_names, is_frozen, typed_or_same
-from jedbatch._jaxpr.versions import wrapped_by_jax
+from jedbatch._jaxpr.versions import is_program, wrapped_by_jax
 from jedbatch._support.native import function_types
 
 
@@ -68,22 +68,29 @@ def free_values(fn: object) -> tuple[Any, ...]:
 
 
 def function_identity(
-    fn: object, ways: Mapping[int, Hashable] = types.MappingProxyType({})
+    fn: object,
+    ways: Mapping[int, Hashable] = types.MappingProxyType({}),
+    program_key: Callable[[Any], Hashable] = Same,
 ) -> Hashable:
     """Equal for functions that compute the same: code, globals, defaults and closed-over values.
 
-    `ways` names arrays, by their ids, that are told apart by name.
+    `ways` names arrays, by their ids, that are told apart by name; `program_key` tells programs of
+    JAX apart, in which it hands on functions that it has traced.
     """
     direct = free_values(function_of(fn))
     operands = {id(x): "operand" for x in direct if isinstance(x, Tracer)}
-    return _identity(fn, operands, ways, [])
+    return _identity(fn, operands, ways, program_key, [])
 
 
 _FUNCTIONS = (*function_types(), types.MethodType, functools.partial)
 
 
 def _identity(
-    value: object, operands: Mapping[int, str], ways: Mapping[int, Hashable], path: list[int]
+    value: object,
+    operands: Mapping[int, str],
+    ways: Mapping[int, Hashable],
+    program_key: Callable[[Any], Hashable],
+    path: list[int],
 ) -> Hashable:
     """Returns the key of a function or of something that it leads to.
 
@@ -96,7 +103,7 @@ def _identity(
     path = [*path, id(value)]
 
     def each(parts: Any) -> tuple[Hashable, ...]:
-        return tuple(_identity(x, operands, ways, path) for x in parts)
+        return tuple(_identity(x, operands, ways, program_key, path) for x in parts)
 
     if isinstance(value, Tracer):
         if len(path) == 2 and id(value) in operands:
@@ -108,6 +115,8 @@ def _identity(
         return ways[id(value)]
     if isinstance(value, Tracer):
         return Same(value)
+    if is_program(value):
+        return program_key(value)
     if isinstance(value, functools.partial):
         return "partial", *each((value.func, *value.args, *sorted(value.keywords.items())))
     if isinstance(value, types.MethodType):

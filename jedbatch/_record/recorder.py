@@ -472,7 +472,8 @@ class Recorder(Trace):
             return call(*values)
 
         name = getattr(fun, "__name__", "custom")
-        key = ("custom", *(function_identity(part, self.registry.reached) for part in functions))
+        known = self.registry.reached, self.registry.keys.jaxpr_key
+        key = ("custom", *(function_identity(part, *known) for part in functions))
         code = getattr(getattr(fun, "f", fun), "__code__", None)
         if code is not None:
             what = f"`{name}`, which has a derivative rule,"
