@@ -11,9 +11,13 @@ containers of them from 0.11 on. `scan_parts` reads both numbers off shapes inst
 Wrappers of functions are private classes of JAX, which `wrapped_by_jax` knows by name.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import jax
+import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Jaxpr, Primitive
 
 from jedbatch._support.types import Array
@@ -174,3 +178,17 @@ def wrapped_by_jax(value: Array) -> tuple[Any, ...] | None:
     if cls.__name__ == "Unhashable":  # an argument that derivatives do not see
         return (value.val,)
     return () if cls.__name__ in _RECORDS_OF_JAX else None
+
+
+@functools.cache
+def traced_number() -> Tracer:
+    """A number that JAX traces, of no trace that is left.
+
+    `jax.closure_convert`, which `odeint` and others call, asks what values are made of to find out
+    which may be differentiated later.
+    """
+    kinds: list[type[Tracer]] = []
+    jax.make_jaxpr(lambda x: kinds.append(type(x)))(0.0)
+    number = kinds[0].__new__(kinds[0])
+    number.aval = jax.core.ShapedArray((), np.dtype(np.float32))
+    return number

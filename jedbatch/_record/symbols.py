@@ -13,8 +13,10 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._graph.operations import CallSpec
+from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import asks_for_type, is_ragged, refuse_iteration, refuse_writing
+from jedbatch._jaxpr.versions import traced_number
 from jedbatch._record.failures import note_operation
 from jedbatch._record.registry import Registry
 from jedbatch._support.native import core
@@ -192,6 +194,10 @@ class Symbol(Tracer):
 
     def full_lower(self):
         return self
+
+    def _contents(self):
+        """What JAX looks into to find out whether a value may be differentiated later."""
+        return [("value", traced_number())] if has_gradient(self.aval.dtype) else []
 
     @property
     def aval(self):  # type: ignore[override]
