@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import Tracer
 from jax.extend.core import Var
 
 from jedbatch._graph.types import NodeType, operation_of
@@ -358,6 +359,19 @@ class Kernel:
     def is_const(self, atom: Atom) -> bool:
         """True of the variables computed by the prologue."""
         return isinstance(atom, Var) and atom in self._const_set
+
+    @functools.cached_property
+    def _constant_set(self) -> set[Var]:
+        pairs = zip(self._before.constvars, self._before_consts, strict=True)
+        found = {v for v, x in pairs if not isinstance(x, Tracer)}
+        for eqn in self._before.eqns:
+            if found.issuperset(reads(eqn)):
+                found.update(eqn.outvars)
+        return found & self._const_set
+
+    def is_constant(self, atom: Atom) -> bool:
+        """True of consts that are made of no shared value, which nothing is differentiated by."""
+        return isinstance(atom, Var) and atom in self._constant_set
 
     @functools.cached_property
     def plain(self) -> "Kernel":

@@ -40,7 +40,7 @@ from jedbatch._jaxpr.interpret import (
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.unknown_numbers import Starts, run_with_starts, unknown_starts
-from jedbatch._jaxpr.versions import Equation
+from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
 from jedbatch._kernel.residuals import (
     Residuals,
@@ -144,7 +144,7 @@ class KernelVjp:
         consts: list[int] = []
         if returned and (moving is None or CONSTS in moving):
             tapped = list(filter(self._is_tapped, kernel.body))
-            consts = [s for s in returned if kernel.is_const(kernel.jaxpr.outvars[s])]
+            consts = [s for s in returned if self._is_weight(kernel.jaxpr.outvars[s])]
         tapped, traced = self._trace_tapped(tapped, consts)
         self._wanted, self._row_sources = traced.wanted, traced.row_sources
         self._sources = traced.sources
@@ -271,8 +271,13 @@ class KernelVjp:
         return tuple(flow)
 
     def _is_tapped(self, eqn: Equation) -> bool:
-        meets = any(self.kernel.is_const(v) and is_inexact(v) for v in eqn.invars)
+        meets = any(map(self._is_weight, eqn.invars))
         return meets and any(map(is_inexact, eqn.outvars))
+
+    def _is_weight(self, atom: Atom) -> bool:
+        """Returns whether an atom is a const that may have a gradient."""
+        kernel = self.kernel
+        return kernel.is_const(atom) and is_inexact(atom) and not kernel.is_constant(atom)
 
     def _rows_read(self, eqn: Equation) -> list[Var]:
         """The row variables that the gradient of a tapped operation's consts depends on."""
@@ -472,8 +477,8 @@ class KernelVjp:
 
     def _make_tap(self, eqn: Equation) -> Tap:
         kernel = self.kernel
-        consts = [v for v in reads(eqn) if kernel.is_const(v) and is_inexact(v)]
-        fixed = [v for v in reads(eqn) if kernel.is_const(v) and not is_inexact(v)]
+        consts = list(filter(self._is_weight, reads(eqn)))
+        fixed = [v for v in reads(eqn) if kernel.is_const(v) and v not in consts]
         others = self._rows_read(eqn)
         unread = [v for v in reads(eqn) if not kernel.is_const(v) and v not in others]
 

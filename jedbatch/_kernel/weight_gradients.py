@@ -74,7 +74,7 @@ class Tap:
 
     Attributes:
       consts: positions of the consts there that have a gradient.
-      fixed: positions of those that have none (integers).
+      fixed: positions of those that have none (integers, and constants).
       cotangents: which of the rows the sweep leaves behind hold its results' cotangents.
       shapes: of these cotangents.
       sources: for each of these the results of the kernel whose cotangents it is made of.

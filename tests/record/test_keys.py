@@ -333,6 +333,57 @@ def test_rules_made_by_every_instance_are_one(fn):
     assert len(batched.plan(P, [X * 3]).graph.types) == types
 
 
+def test_rules_that_hold_traced_functions():
+    def root(y):
+        newton = lambda f, z: z - f(z)  # noqa: E731
+        return jax.lax.custom_root(
+            lambda z: z - y, jnp.zeros(2), newton, lambda g, y: y / g(jnp.ones(2))
+        )
+
+    instances = [[X], [X, 2 * X]]
+    batched = check(lambda p, xs: sum(root(p * x) for x in xs), P, instances)
+    types = batched.plan(P, instances).graph.types
+    assert sum("root" in str(t) for t in types) == 1
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def called(fn, x, *consts):
+    return fn(x, *consts)
+
+
+def _called_reverse(fn, read, g):
+    return tuple(2 * t for t in jax.vjp(fn, *read)[1](g))
+
+
+called.defvjp(lambda fn, *read: (fn(*read), read), _called_reverse)
+
+
+def test_rules_of_functions_that_close_over_values():
+    def fn(p, x):
+        fn, consts = jax.closure_convert(lambda y: jnp.sin(p * y) + x, x)
+        return called(fn, p * x, *consts)
+
+    inside = jedbatch.cell(fn)
+    check(lambda p, xs: fn(p, xs[0]) + inside(p, fn(p, xs[1])), P, [(X, X), (2 * X, X)])
+
+
+def test_rules_that_close_over_constants():
+    def fn(p, x):
+        @jax.custom_vjp
+        def scaled(x):
+            return x * jnp.asarray(np.array([1.0, 3.0], np.float32))
+
+        scaled.defvjp(lambda x: (scaled(x), None), lambda _, g: (5 * g,))
+        return jax.lax.fori_loop(0, 2, lambda _, y: scaled(y), p * x)
+
+    inside = jedbatch.cell(fn)
+    check(lambda p, xs: fn(p, xs[0]) + inside(p, fn(p, xs[1])), P, [(X, X), (2 * X, X)])
+
+
+def test_numbers_that_are_not_differentiated():
+    check(lambda p, x: p * x**2 * jax.lax.stop_gradient(0.5), P, [1.0, 2.0])
+
+
 def test_rules_over_numbers_of_the_instance_warn():
     def fn(p, n):
         f = jax.custom_jvp(lambda x: x * n)
