@@ -200,6 +200,7 @@ _RULES = {
     ),
     "squeeze": lambda *_: False,
     "stack": lambda *_: False,
+    "unstack": lambda *_: False,
     "expand_dims": lambda *_: False,
     "transpose": lambda *_: False,
     "dot_general": _dot,

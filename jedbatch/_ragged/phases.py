@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.interpret import (
@@ -38,6 +39,7 @@ from jedbatch._jaxpr.interpret import (
     inlined,
     inner_programs,
     reads,
+    shape_of,
     used_variables,
 )
 from jedbatch._jaxpr.storage import is_key
@@ -245,6 +247,8 @@ _called = body_of("jit", "remat2", "checkpoint", "closed_call")
 
 def _body(eqn: Equation) -> Any:
     """Returns the program that is called; None for operations."""
+    if _changes_nothing(eqn):
+        return jax.make_jaxpr(lambda *xs: xs)(*map(shape_of, eqn.invars))
     own_rule = eqn.primitive.name == "custom_jvp_call"
     if not own_rule or is_elementwise(eqn) or not _is_ragged(eqn):
         return _called(eqn)
@@ -252,6 +256,17 @@ def _body(eqn: Equation) -> Any:
     if not _is_softmax(inner):
         raise CannotMergeError("a function with a derivative of its own")
     return inner
+
+
+def _changes_nothing(eqn: Equation) -> bool:
+    """Returns whether the results are the operands: of a cut into one piece, and of a copy.
+
+    Derivatives in all directions, such as `jax.hessian`, cut into one piece.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    if name == "device_put":
+        return not any((*params["devices"], *params["srcs"]))
+    return name == "split" and len(params["sizes"]) == 1
 
 
 def _is_softmax(closed: ClosedProgram) -> bool:

@@ -221,6 +221,19 @@ def test_dropout(lengths):
     assert batched.plan(weights(), instances).host.apart is None
 
 
+def test_derivatives_in_all_directions():
+    """They cut into one piece, and those of what is stacked take it apart."""
+
+    def fn(params, x):
+        y, _ = jax.device_put((x @ params["b"], params["b"]))
+        stacked = jax.grad(lambda z: jnp.square(jnp.stack([z, jnp.sin(z)], 1)[:, 1]).sum())(y)
+        return (jax.jacfwd(jnp.sin)(y) @ jax.jacrev(jnp.cumsum)(stacked)).sum()
+
+    instances = [x for x, *_ in made([3, 1, 3])]
+    batched = check(fn, weights(), instances, alone=jax.jit(fn))
+    assert batched.plan(weights(), instances).host.apart is None
+
+
 # --- what an empty instance means ----------------------------------------------------------------
 
 
