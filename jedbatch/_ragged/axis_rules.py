@@ -20,6 +20,8 @@ CUMULATIVE_OPERATIONS = names_in("cumsum cumprod cummax cummin cumlogsumexp")
 VIEWS = names_in("broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose")
 LOOK_UPS = names_in("slice dynamic_slice gather")
 SCATTERS = names_in("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
+DRAWS = names_in("random_bits random_split")
+KEY_OPERATIONS = names_in("random_fold_in random_wrap random_unwrap")
 SOURCES = frozenset({"iota", "dim_as_value"})  # read nothing, and give what extents say
 
 
@@ -43,8 +45,8 @@ def mixed_axes(eqn: Equation) -> list[tuple[int, int]]:
         return _axes_inside(eqn, ragged)
     if name in ELEMENTWISE_OPERATIONS or name in SOURCES:
         return []
-    if name == "random_bits" and is_ragged(eqn.outvars[0].aval.shape):
-        return _random_bits(eqn)
+    if name in DRAWS and is_ragged(eqn.outvars[0].aval.shape):
+        return _drawn_axes(eqn)
     if inner_programs(eqn) and name != "custom_jvp_call" and symbols_in(params):
         raise CannotMergeError(f"`{name}` of a program that asks for a length")
     if not ragged:
@@ -86,13 +88,13 @@ def _axes_inside(eqn: Equation, ragged: list[tuple[int, int]]) -> list[tuple[int
     return ragged or [(0, 0)]
 
 
-def _random_bits(eqn: Equation) -> list[tuple[int, int]]:
-    """Returns a mark for random bits, which begin alike however many there are."""
-    shape = eqn.params["shape"]
-    (axis, *further_axes) = ragged_axes(shape)
+def _drawn_axes(eqn: Equation) -> list[tuple[int, int]]:
+    """Returns a mark for random bits and keys, which begin alike however many there are."""
+    key, shape = eqn.invars[0].aval, eqn.params["shape"]
+    axes = ragged_axes(shape)  # none where each row has a key
     counted = jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
-    first = not further_axes and _product(shape[:axis]) == 1
-    if not (counted and first and "fry" in str(eqn.invars[0].aval.dtype)):
+    first = len(axes) == 1 and _product(shape[: axes[0]]) == 1 and not is_ragged(key.shape)
+    if axes and not (counted and first and "fry" in str(key.dtype)):
         raise CannotMergeError("random numbers of ragged length, which depend on the length")
     return [(0, 0)]
 
@@ -201,6 +203,7 @@ _RULES = {
     "squeeze": lambda *_: False,
     "stack": lambda *_: False,
     "unstack": lambda *_: False,
+    **dict.fromkeys(KEY_OPERATIONS, lambda *_: False),
     "expand_dims": lambda *_: False,
     "transpose": lambda *_: False,
     "dot_general": _dot,

@@ -23,6 +23,7 @@ from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, sub
 from jedbatch._jaxpr.versions import Equation, scan_parts
 from jedbatch._ragged.axis_rules import (
     CUMULATIVE_OPERATIONS,
+    DRAWS,
     REDUCTIONS,
     SCATTERS,
     CannotMergeError,
@@ -435,7 +436,7 @@ class Padded:
             place, stride = lax.div(place, count), stride * size
         return [jnp.take(x.reshape(-1), flat, axis=0, mode="clip")]
 
-    def _random_bits(self, eqn, values, mixed):
+    def _draw(self, eqn, values, mixed):
         return bind_rows(eqn, values, self.size)  # those of the rows that exist come first
 
     def _scan(self, eqn, values, mixed):
@@ -486,7 +487,7 @@ _RULES: dict[str, Callable] = {
     "conv_general_dilated": Padded._conv,
     "reshape": Padded._reshape,
     "scan": Padded._scan,
-    "random_bits": Padded._random_bits,
+    **dict.fromkeys(DRAWS, Padded._draw),
 }
 
 

@@ -293,11 +293,10 @@ def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
     for v in (*jaxpr.invars, *jaxpr.outvars):
         if _relates(v):
             raise CannotMergeError(f"a value of shape {_shown(v)}, with two ragged axes, is kept")
-    if any(
-        is_key(v.aval.dtype) and (is_ragged(v.aval.shape) or v in jaxpr.outvars)
-        for v in _variables(jaxpr)
-    ):
-        raise CannotMergeError("an array of random keys is ragged, or kept")
+    for v in _variables(jaxpr):
+        enters = is_ragged(v.aval.shape) and v in jaxpr.invars
+        if is_key(v.aval.dtype) and (enters or v in jaxpr.outvars):
+            raise CannotMergeError("an array of random keys is part of an instance, or kept")
     used = used_variables(jaxpr)
     equations = [eqn for eqn in jaxpr.eqns if used.intersection(eqn.outvars)]
     finder = _PhaseFinder(jaxpr, num_shared)
@@ -399,7 +398,7 @@ class _PhaseFinder:
         mixed = mixed_axes(eqn)  # complains of what is not known
         table = pairs and eqn.primitive.name in INSIDE  # of a loop
         cheap = cheap and not mixed and not self._returned.intersection(eqn.outvars)
-        if (pairs and not table) or cheap:
+        if (pairs and not table) or cheap or all(is_key(v.aval.dtype) for v in eqn.outvars):
             self.rematerialized.update((v, eqn) for v in eqn.outvars)
             return
         relates = any(map(_relates, new_reads))
@@ -407,7 +406,8 @@ class _PhaseFinder:
         if self._is_by_index(eqn, bool(mixed)) and not relates:
             kinds = [BY_INDEX]
         else:
-            kinds = [None] if mixed else self._kinds_for(eqn, shares)
+            together = mixed or any(is_key(v.aval.dtype) for v in new_reads)
+            kinds = [None] if together else self._kinds_for(eqn, shares)
         after = max((self.where[v] for v in self._stored(new_reads)), default=-1)
         if table and self.table_phase is None:
             if self.joined:

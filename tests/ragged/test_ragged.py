@@ -221,6 +221,32 @@ def test_dropout(lengths):
     assert batched.plan(weights(), instances).host.apart is None
 
 
+@pytest.mark.parametrize("lengths", [[3, 1, 3], pytest.param(SHORT, marks=pytest.mark.slow)])
+def test_a_key_for_each_row(lengths):
+    def fn(params, instance):
+        key, x = instance
+        first, second, third = jax.random.split(key, 3)
+        keys = jax.random.split(first, x.shape[0])
+        places = jnp.arange(x.shape[0])
+        drawn = jax.vmap(lambda k, i: jax.random.normal(jax.random.fold_in(k, i), (4,)))
+        scores = (jnp.tanh(x @ params["w"] + drawn(keys, places)) * x).sum()
+
+        def step(h, rows):
+            key, raw, row = rows
+            noise = jax.random.uniform(key, (4,)) * jax.random.normal(jax.random.wrap_key_data(raw))
+            h = jnp.tanh(h @ params["w"] + row * noise)
+            return h, None
+
+        raw = jax.random.key_data(jax.random.split(third, x.shape[0]))
+        keys = jax.random.split(second, x.shape[0])[::-1]
+        return scores + lax.scan(step, params["b"], (keys, raw, x))[0]
+
+    keys = jax.random.split(jax.random.key(1), len(lengths))
+    instances = [(key, x) for key, (x, *_) in zip(keys, made(lengths), strict=True)]
+    batched = check(fn, weights(), instances, rtol=2e-5, alone=jax.jit(fn))
+    assert batched.plan(weights(), instances).host.apart is None
+
+
 def test_derivatives_in_all_directions():
     """They cut into one piece, and those of what is stacked take it apart."""
 
