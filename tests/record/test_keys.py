@@ -342,8 +342,7 @@ def test_rules_that_hold_traced_functions():
 
     instances = [[X], [X, 2 * X]]
     batched = check(lambda p, xs: sum(root(p * x) for x in xs), P, instances)
-    types = batched.plan(P, instances).graph.types
-    assert sum("root" in str(t) for t in types) == 1
+    assert len(batched.plan(P, instances).graph.types) == 1 + 1 + 2  # products, roots, and sums
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
