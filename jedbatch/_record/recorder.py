@@ -471,13 +471,12 @@ class Recorder(Trace):
             ran.append(True)
             return call(*values)
 
-        name = getattr(fun, "__name__", "custom")
+        name, variants = getattr(fun, "__name__", "custom"), self.registry.variants
         known = self.registry.reached, self.registry.keys.jaxpr_key
         key = ("custom", *(function_identity(part, *known) for part in functions))
         code = getattr(getattr(fun, "f", fun), "__code__", None)
         if code is not None:
-            what = f"`{name}`, which has a derivative rule,"
-            self.registry.variants.warn_if_many(code, key, what)
+            variants.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
         out = self._operation(name, key, noted, tracers)
         if not ran:  # JAX reads the structure of the result off a run of `fun`
             with pause():
