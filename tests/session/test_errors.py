@@ -504,7 +504,7 @@ def other_inputs(plan):
     return {
         "no rows": ({name: rows[:0]}, ValueError, r"\(0, 3\) of float32"),
         "one row": ({name: rows[:1]}, ValueError, r"\(1, 3\) of float32"),
-        "more rows": ({name: np.concatenate([rows, rows])}, ValueError, r"expected \(\d, 3\)"),
+        "more rows": ({name: np.concatenate([rows, rows])}, ValueError, r"expected \(\d+, 3\)"),
         "whole numbers": ({name: rows.astype(int)}, ValueError, "of int64"),
         "truth values": ({name: rows.astype(bool)}, ValueError, "of bool"),
         "a list": ({name: rows.tolist()}, TypeError, "of type list"),

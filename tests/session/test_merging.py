@@ -219,19 +219,19 @@ def test_minibatches_of_one():
 def test_recording_again_and_again_is_warned_of():
     """Once, with the function to mark; not where instances come again, nor if it was asked for."""
     batched, chosen = (jedbatch.batch(encode, granularity=g) for g in (None, "auto"))
-    minibatches = [trees(96, seed, largest=16) for seed in range(20, 29)]
+    minibatches = [trees(96, seed, largest=16) for seed in range(20, 28)]
     for k, minibatch in enumerate(minibatches[:8]):
         batched.plan(PARAMS, minibatch, gradient=False)
         if k % 4 == 3:
             batched.plan(PARAMS, minibatches[0], gradient=False)
     again = jedbatch.batch(encode)
-    for minibatch in minibatches[:8]:  # of which the first one has decided
+    for minibatch in minibatches[:7]:  # a part of the first one has decided
         again.plan(PARAMS, minibatch, gradient=False)
         chosen.plan(PARAMS, minibatch, gradient=False)
     line = f"{__file__}:{encode.__code__.co_firstlineno}"
     with pytest.warns(NoCellsWarning, match=rf"8 minibatches .*`encode` \({line}\)") as warned:
-        again.plan(PARAMS, minibatches[8], gradient=False)
+        again.plan(PARAMS, minibatches[7], gradient=False)
     assert len(warned) == 1
     assert warned[0].filename == __file__
-    chosen.plan(PARAMS, minibatches[8], gradient=False)
+    chosen.plan(PARAMS, minibatches[7], gradient=False)
     again.plan(PARAMS, trees(96, 40, largest=16), gradient=False)
