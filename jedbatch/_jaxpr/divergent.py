@@ -219,6 +219,9 @@ def _nest(
         args, last = found[: len(operands)], list(found[len(operands) :])
         in_batched, has_rows = in_batched[: len(args)], in_batched[len(args) :]
         like_last = None if repeats is None else last.pop()
+        if not any(in_batched):  # but what repeats
+            outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+            return outs, [False] * len(outs)
         # All lanes have one table.
         tables = [x[0] if batched else x for x, batched in zip(last, has_rows, strict=False)]
         axes = [0 if batched else None for batched in in_batched]
@@ -263,6 +266,9 @@ def _rule_of_while(
     def rule(size: int, in_batched: Sequence[bool], *given: Array) -> Any:
         args, in_batched = given[:num_operands], in_batched[:num_operands]
         repeats = Repeats(*given[num_operands:])
+        if not any(in_batched):  # but what repeats
+            outs = eqn.primitive.bind(*args, **eqn.params)
+            return outs, [False] * len(outs)
         if not any(in_batched[i] for i in decides):
             return _in_lock_step(eqn, in_batched, args)
         at_a_time = lanes_at_a_time(size, body_work, mode, lanes.step_work)

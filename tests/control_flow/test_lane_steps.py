@@ -84,6 +84,23 @@ def test_nodes_alike_have_the_results_of_the_one_that_runs():
         np.testing.assert_array_equal(found, np.ones((20, 8)))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_loops_that_read_nothing_of_a_node_run_once(nested):
+    def grow(x):
+        return lax.while_loop(lambda x: x < 10, lambda x: 2 * x + 1, x)
+
+    def grow_again(x):
+        return lax.while_loop(lambda x: x < 99, lambda x: grow(x) + x, x)
+
+    @jedbatch.cell
+    def scaled(x):
+        return (grow_again if nested else grow)(jnp.float32(0)) * x
+
+    xs = [np.full(8, 1.0 + i, np.float32) for i in range(5)]
+    found = jedbatch.batch(scaled, in_axes=0, control_flow="lanes")(xs)
+    np.testing.assert_array_equal(found, [scaled(x) for x in xs])
+
+
 def test_branches_need_their_lanes():
     numbers, given = instances(256, 4)
     counts = batched(choose).lane_steps(W, given)
