@@ -82,10 +82,10 @@ class Recording:
     def find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None = None):
         """(records of the instances, their arrays, closed-over tracers, how many were known).
 
-        Where nothing is known yet, assumptions fail one after the other, and all is recorded again.
+        Where no type is known yet, assumptions fail one after the other, and all is recorded again.
         So the first few of many instances go ahead.
         """
-        is_new = not cache.by_key
+        is_new = not cache.registry.call_specs
 
         def attempt() -> Any:
             num_ahead = len(cache.by_key) if is_new else 0

@@ -258,3 +258,9 @@ def test_a_few_of_many_instances_are_recorded_ahead():
     assert numbers.count(instances[0]) > 1
     expected = [polynomial(0.5, x) for x in [*instances, *instances[:3], instances[60]]]
     np.testing.assert_allclose(batched.apply(0.5, plan), expected, rtol=1e-5)
+
+    forgets = jedbatch.batch(polynomial, cache_size=0)
+    forgets.plan(0.5, instances)
+    numbers.clear()
+    forgets.plan(0.5, instances)
+    assert [numbers.count(x) for x in instances] == [1] * 70
