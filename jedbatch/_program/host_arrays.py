@@ -292,6 +292,7 @@ def results_from(
     ]
 
 
+@unguarded
 def _cut_out(form: OutputSpec, packed: Sequence[Sequence[Any]]) -> dict[Slice, Array]:
     """Returns the ragged results of instances, by place."""
     places: dict[tuple[int, int], dict[Slice, None]] = {}

@@ -107,6 +107,15 @@ def test_transfers_of_ours_pass_a_guard(name):
         np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-6)
 
 
+def test_ragged_results_pass_a_guard():
+    arrays = [np.arange(n, dtype=np.float32) for n in (2, 3)]
+    batched = jedbatch.batch(jnp.sin, in_axes=0, out_axes=None)
+    with jax.transfer_guard("disallow"):
+        found = batched(arrays)
+    for rows, x in zip(found, arrays, strict=True):
+        np.testing.assert_allclose(rows, np.sin(x), rtol=1e-6)
+
+
 def test_a_guard_holds_in_lazy_scopes_and_in_the_callers_own_code():
     params = jax.device_put(np.full((3, 3), 0.5, np.float32))
     step = jedbatch.cell(lambda p, x: jnp.tanh(p @ x))
