@@ -187,7 +187,7 @@ class PhasedProgram:
         )
 
     def table_size(self, length: int) -> int:
-        """Returns the numbers in the largest value that steps of loops compute.
+        """Returns the numbers in the largest value that steps of loops compute, 1 at least.
 
         Tables into which they only write some are not computed.
 
@@ -197,7 +197,7 @@ class PhasedProgram:
         symbols = dict.fromkeys(self.symbols, length)
         equations = [eqn for phase in self.phases for eqn in phase.equations]
         inside = _computed_inside(eqn for eqn in equations if eqn.primitive.name in INSIDE)
-        return max((math.prod(shape_at(v.aval.shape, symbols)) for v in inside), default=1)
+        return max([1, *(math.prod(shape_at(v.aval.shape, symbols)) for v in inside)])
 
     @functools.cached_property
     def all_extents(self) -> list[AxisSize]:

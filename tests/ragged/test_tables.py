@@ -377,3 +377,13 @@ def test_neighbours_and_returned_tables():
     np.testing.assert_allclose(found, alone, 1e-4)
     with pytest.raises(ValueError, match=r"`top_k` takes the largest 2 of 1 rows in instance 1"):
         batched.plan(2.0, [points[0], random(1, 2)])
+
+
+def test_tables_may_hold_nothing():
+    def last(x):
+        table = jnp.outer(x, x)[:, :, None][:, :, :0]
+        table, _ = jax.lax.scan(lambda c, _: (jnp.sin(c), None), table, x[:, None][:, :0])
+        return x[-1] + table.sum()
+
+    xs = [np.arange(1, n, dtype=np.float32) for n in (4, 6, 3)]
+    np.testing.assert_array_equal(jedbatch.batch(last, in_axes=0)(xs), [x[-1] for x in xs])
