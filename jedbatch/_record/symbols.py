@@ -196,7 +196,7 @@ class Symbol(Tracer):
         return self
 
     def _contents(self):
-        """What JAX looks into to find out whether a value may be differentiated later."""
+        """For JAX, which looks into it to find out whether a value may be differentiated later."""
         return [("value", traced_number())] if has_gradient(self.aval.dtype) else []
 
     @property

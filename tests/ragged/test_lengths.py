@@ -74,7 +74,7 @@ def test_one_row_repeated_as_often_as_there_are_rows():
 
 
 def next_words(weight, pair):
-    """What a language model does: every row says which is the next one."""
+    """A language model: every row says which is the next one."""
     (x, _) = pair
     words = (x[:, 0] > 0).astype(jnp.int32)
     chances = jax.nn.log_softmax(x[:-1] @ weight)
