@@ -149,9 +149,10 @@ def sweep(
 
     def step(i, state):
         opcode, lane, stop = [number_at(table, place + i * LOOP_COLUMNS) for place in places]
-        if narrow:
-            later = jnp.asarray(begins)[opcode]  # a chunk begins at its first lane, in any order
-            opcode, lane, stop = narrowest(opcode), lane + later, stop + later
+        if narrow and instructions.reverse:  # the last narrow chunk of a wide one comes first
+            later = jnp.asarray(wider, jnp.int32)[opcode]
+            lane, stop = lane + later, stop + later
+        opcode = narrowest(opcode) if narrow else opcode
         return choose(alike, (lane, opcode, stop, state))[3]
 
     if not bodies:  # nothing to do but to return inputs
@@ -160,9 +161,9 @@ def sweep(
         return run_branches(form, table, bodies, instructions, state)
     if narrow:
         width_of = instructions.width_of
-        kinds = np.arange(len(width_of))
-        wider = width_of - width_of[narrowest(kinds)]
-        begins = (wider if instructions.reverse else 0 * wider).astype(np.int32)
+        narrow_of = width_of[narrowest(np.arange(len(width_of)))]
+        wider = width_of - narrow_of
+        assert not (wider % narrow_of).any()
         bodies = [body for body in bodies if body.kind == narrowest(body.kind)]
     first = form.offset(("instructions",))
     places = [unknown(first + column) for column in range(LOOP_COLUMNS)]
