@@ -57,6 +57,9 @@ HELPERS = frozenset({*sys.stdlib_module_names, "numpy", "opt_einsum"})
 CHECKS = re.compile(
     r"definitely_equal|\w*_rule|\w*mismatch\w*|_try_broadcast_shapes|reshape|_differ"
 )
+# Modules whose functions do something else where an array has no rows. JAX answers `n - 1 == 0`
+# with False, too, where it does not know that there are any.
+FUNCTIONS = re.compile(r"jax\._src\.(numpy|scipy|nn)\b")
 DECISIONS = re.compile("array_equal|array_equiv")  # these give another result if they are not
 # These ask whether there are fewer rows than are taken. Whoever runs an instance asks again.
 SUPPOSES_ENOUGH = re.compile(r"_top_k\w*")
@@ -232,6 +235,9 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
             left, right = other, self
         try:
             answer = compare(left, right)
+            asks_for_none = symmetric and unsound(answer) and type(other) is int and other == 0
+            if asks_for_none and FUNCTIONS.match(sys._getframe(1).f_globals["__name__"]):
+                Base.__ge__(self, 1)  # raises an error unless it is known
         except Exception:  # of JAX, that it cannot know; the function may catch it
             if SUPPOSES_ENOUGH.fullmatch(sys._getframe(1).f_code.co_name):
                 return False

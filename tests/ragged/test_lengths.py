@@ -96,8 +96,13 @@ def behind_two_rows(weight, pair):
     return jnp.sort(y, 0)[-1] + jnp.flip(y, 0)[0] + (places[:, None] * y).sum(0)
 
 
+def spread_behind_one_row(weight, pair):
+    return jnp.cov(jnp.tanh(pair[0] @ weight)[1:].T)  # NaN if there is no row
+
+
 @pytest.mark.parametrize(
-    ("fn", "fewest"), [(next_words, 1), (last_of_parts, 2), (behind_two_rows, 3)]
+    ("fn", "fewest"),
+    [(next_words, 1), (last_of_parts, 2), (behind_two_rows, 3), (spread_behind_one_row, 1)],
 )
 def test_parts_without_rows_for_some_lengths(fn, fewest):
     """Instances that have too few rows are recorded by themselves, or refused as the loop does."""
