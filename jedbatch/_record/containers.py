@@ -17,6 +17,8 @@ from jedbatch._support.types import PyTree
 def tokens_of_containers(registry: Registry, shared: PyTree) -> dict[int, tuple[Hashable, None]]:
     """Returns (token, None) by the id of each container in shared arguments, leaves too.
 
+    And of arrays that the function reaches and that cells were given before.
+
     Args:
       registry: where tokens are kept.
       shared: the arguments, with symbols for leaves.
@@ -31,7 +33,18 @@ def tokens_of_containers(registry: Registry, shared: PyTree) -> dict[int, tuple[
             tokens[id(x)] = token, None
         if has_parts:
             stack += _parts(x)
+    for way, (aval, token) in registry.tokens_reached.items():
+        array = registry.arrays_reached.get(way)
+        if array is not None and jax.typeof(array) == aval:
+            tokens[id(array)] = token, None
     return tokens
+
+
+def shared_token(registry: Registry, way: Hashable, shared: Shared) -> tuple[Hashable, None]:
+    """Returns (token, None) of an array that the function reaches in some way."""
+    token = registry.token(jax.tree.structure(shared), shared.index)
+    registry.tokens_reached[way] = shared.aval, token
+    return token, None
 
 
 def _find_containers(registry: Registry, shared: PyTree) -> list[tuple[Hashable | None, bool]]:

@@ -34,6 +34,7 @@ from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import EscapedValueError
 
+PLAIN_NUMBERS = {bool, int, float, complex}
 PLAIN_TYPES = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
 
 
@@ -142,17 +143,20 @@ def fast_path_in_python(recorder: RecorderLike) -> Callable:
                             call_spec = call_spec[symbol.type]
                             reads.append(symbol.index)
                         else:
-                            group, token = numbers[type(x)]
+                            is_array = type(x) is np.ndarray
+                            group, token = (
+                                arrays[x.shape, x.dtype] if is_array else numbers[type(x)]
+                            )
                             call_spec = call_spec[token]
                             input_group.append(group)
-                            input_value.append(x)
+                            input_value.append(x.copy() if is_array else x)
                             reads.append(-len(input_group))
                 elif id(arg) in computed:
                     symbol = recorder.symbol(arg)
                     call_spec = call_spec[symbol.type]
                     reads.append(symbol.index)
                 else:
-                    group, token = numbers[kind]  # an int or a float, if it is found
+                    group, token = numbers[kind]  # a number, if it is found
                     call_spec = call_spec[token]
                     input_group.append(group)
                     input_value.append(arg)
@@ -205,10 +209,8 @@ def describe_call(
     for arg in args:
         if is_referred(recorder, arg):
             tokens.append(reference_token(recorder, arg))
-        elif type(arg) in (int, float):
-            tokens.append(number_token(recorder, type(arg))[1])
-        elif type(arg) is np.ndarray:
-            tokens.append(array_token(recorder, arg)[1])
+        elif is_plain(arg):
+            tokens.append(input_token(recorder, arg))
         elif id(arg) in recorder.watched:
             tokens.append(recorder.watched[id(arg)].token_of(arg))
         elif is_put_together(recorder, arg):
@@ -229,17 +231,17 @@ def reference_token(recorder: RecorderLike, x: Leaf) -> Hashable:
 
 
 def is_put_together(recorder: RecorderLike, x: Leaf) -> bool:
-    """Returns whether something is a tuple or list of symbols, what cells returned, and numbers."""
+    """Returns whether something is a tuple or list of symbols, what cells returned, and inputs."""
     if type(x) not in (tuple, list) or is_referred(recorder, x):
         return False
-    return all(type(part) in (int, float) or is_referred(recorder, part) for part in x)
+    return all(is_plain(part) or is_referred(recorder, part) for part in x)
 
 
 def _part_token(recorder: RecorderLike, x: Leaf) -> Hashable:
     """Returns the token of a part of such a tuple or list."""
     if is_referred(recorder, x):
         return reference_token(recorder, x)
-    return number_token(recorder, type(x))[1]
+    return input_token(recorder, x)
 
 
 def options_token(static: dict) -> Hashable:
@@ -250,21 +252,23 @@ def options_token(static: dict) -> Hashable:
     raise KeyError(kinds)
 
 
-def number_token(recorder: RecorderLike, kind: type) -> tuple[int, Hashable]:
-    """(input group, token) of Python numbers of a kind."""
-    value_type = recorder.registry.value_type(*array_type(kind(0)))
-    token = recorder.registry.group("value", value_type), recorder.registry.token(kind, value_type)
-    recorder.registry.numbers[kind] = token
+def is_plain(x: object) -> bool:
+    """Returns whether something is a number or array of Python or NumPy, known by its type."""
+    return type(x) in PLAIN_NUMBERS or type(x) is np.ndarray or isinstance(x, np.generic)
+
+
+def input_token(recorder: RecorderLike, x: Leaf) -> Hashable:
+    """The token of an input like this one, which `numbers` or `arrays` have from now on."""
+    registry = recorder.registry
+    kind: Any = type(x)
+    value_type = registry.value_type(*array_type(x))
+    token = registry.token(kind, value_type)
+    group_and_token = registry.group("value", value_type), token
+    if kind is np.ndarray:
+        registry.arrays[x.shape, x.dtype] = group_and_token
+    else:
+        registry.numbers[kind] = group_and_token
     return token
-
-
-def array_token(recorder: RecorderLike, x: np.ndarray) -> tuple[int, Hashable]:
-    """(input group, token) of arrays of NumPy of the type of this one."""
-    value_type = recorder.registry.value_type(*array_type(x))
-    token = recorder.registry.token(np.ndarray, value_type)
-    group_and_token = recorder.registry.group("value", value_type), token
-    recorder.registry.arrays[x.shape, x.dtype] = group_and_token
-    return group_and_token
 
 
 def reference_widths(recorder: RecorderLike, args: tuple) -> tuple[int, ...]:

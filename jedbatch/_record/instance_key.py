@@ -68,6 +68,9 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
         if kind is float or kind is int:  # most of what there is
             tokens.append(typed(x))
             continue
+        if isinstance(x, np.generic):
+            tokens.append((kind, x.dtype, x.tobytes()))
+            continue
         if (kind is tuple or kind is list) and id(x) not in places:
             places[id(x)] = len(tokens), x
             tokens.append((kind, len(x), None))
@@ -97,7 +100,7 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
             stack.extend(reversed(children))
         elif kind is np.ndarray and not x.dtype.hasobject:  # of strings, for instance
             tokens.append((kind, x.dtype, x.shape, x.tobytes()))
-        elif isinstance(x, (*LEAF_TYPES, np.generic)) or kind in (range, slice):
+        elif isinstance(x, LEAF_TYPES) or kind in (range, slice):
             tokens.append(typed(x))
         elif has_attributes_only(x) and (names := attribute_names(x)):
             places[id(x)] = len(tokens), x

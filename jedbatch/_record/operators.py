@@ -31,6 +31,7 @@ from jedbatch._record.symbols import (
 )
 from jedbatch._support.types import Leaf, PyTree
 
+NUMBERS, WHOLE = (int, float, np.generic), (int, np.integer)
 SMALL = 1 << 31  # whole numbers below can be computed with
 PICK = "pick"  # the operation `value[i]`, if a grouping decides whether i is a value
 
@@ -41,7 +42,7 @@ PICK = "pick"  # the operation `value[i]`, if a grouping decides whether i is a 
 def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     """Static indexing of an array of the instance gives an input, not a node."""
     leaf = recorder.leaves.get(value.index) if recorder.active else None
-    number = isinstance(item, int | np.integer) and not isinstance(item, bool)
+    number = isinstance(item, WHOLE) and not isinstance(item, bool)
     if leaf is None or not is_static(item) or is_ragged(value.shape):
         if recorder.active and value.shape and not is_ragged(value.shape):
             if number and recorder.locates:
@@ -91,7 +92,7 @@ class BasicIndex(NamedTuple):
         form: list[int | None] = list(shape)
         starts = {}
         for axis, (x, extent) in enumerate(zip(items, shape, strict=False)):
-            if isinstance(x, int | np.integer) and not isinstance(x, bool):
+            if isinstance(x, WHOLE) and not isinstance(x, bool):
                 if not -extent <= x < extent:
                     return None
                 starts[axis], form[axis] = row_index(x, extent), None
@@ -134,7 +135,7 @@ def _pick(_: Any, operands: Sequence[Any]) -> PyTree:
 def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
     """`table[i]` or `table[i, j]` with Python ints is a look-up with these as values."""
     items = item if isinstance(item, tuple) else (item,)
-    is_number = [isinstance(x, int | np.integer) and not isinstance(x, bool) for x in items]
+    is_number = [isinstance(x, WHOLE) and not isinstance(x, bool) for x in items]
     count = is_number.index(False) if False in is_number else len(items)
     further = items[count:]
     if not (count and recorder.active and count <= len(value.shape) and is_static(further)):
@@ -224,7 +225,7 @@ def known_operation(recorder: RecorderLike, key: Hashable, args: Sequence[Leaf])
             reads.append(x.index)
         elif kind is Shared and x._trace is recorder:
             way.append(~x.index)
-        elif isinstance(x, float) or (isinstance(x, int) and -SMALL <= x < SMALL):
+        elif isinstance(x, NUMBERS) and (not isinstance(x, WHOLE) or -SMALL <= x < SMALL):
             way.append((kind, *_kind_of_number(x)))
             numbers.append((len(reads), x))
             reads.append(None)
@@ -251,7 +252,7 @@ def remember_operation(
     for x in args:
         if isinstance(x, Symbol) and x._trace is recorder:
             kinds.append(x.type if isinstance(x, Value) else ~x.index)
-        elif isinstance(x, float | int):
+        elif isinstance(x, NUMBERS):
             kinds.append((type(x), *_kind_of_number(x)))
         else:
             return
@@ -264,7 +265,7 @@ def remember_operation(
 
 
 def _kind_of_number(x: Any) -> tuple[Any, Any]:
-    """The type that JAX has given a number of Python, if it has."""
+    """The type that NumPy, or JAX to a number of Python, has given a number, if one has."""
     return getattr(x, "dtype", None), getattr(x, "weak_type", None)
 
 
@@ -348,7 +349,7 @@ def _described(recorder: RecorderLike, x: Leaf) -> Any:
         return x.type if x._trace is recorder else None
     if kind is Shared:
         return ~x.index if x._trace is recorder else None
-    return kind if kind is int or kind is float else None
+    return kind if kind is int or kind is float or issubclass(kind, np.generic) else None
 
 
 def _noted(recorder: RecorderLike, way: tuple, a: object, b: object) -> Leaf:

@@ -45,7 +45,7 @@ from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
 from jedbatch._record.cell import Cell, pause
 from jedbatch._record.closures import function_identity
-from jedbatch._record.containers import tokens_of_containers
+from jedbatch._record.containers import shared_token, tokens_of_containers
 from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import (
     Watched,
@@ -58,12 +58,7 @@ from jedbatch._record.fast_path import (
 )
 from jedbatch._record.filled_arrays import known_filling
 from jedbatch._record.grouping import Grouping
-from jedbatch._record.instance_arrays import (
-    array_type,
-    is_array,
-    owned_arrays,
-    replace_arrays,
-)
+from jedbatch._record.instance_arrays import array_type, is_array, owned_arrays, replace_arrays
 from jedbatch._record.keys import identity_of_constant
 from jedbatch._record.lifting import with_operands
 from jedbatch._record.operators import (
@@ -269,7 +264,9 @@ class Recorder(Trace):
             way = self.registry.reached.get(id(x))
             if way is None:
                 return Shared(self, self.registry.closed_over(x))
-            return Shared(self, self.registry.outer(way, jax.typeof(x)))
+            shared = Shared(self, self.registry.outer(way, jax.typeof(x)))
+            self.known[id(x)] = self._containers[id(x)] = shared_token(self.registry, way, shared)
+            return shared
         self.trust(x)
         return self.input(x)
 

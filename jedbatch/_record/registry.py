@@ -82,6 +82,7 @@ class Registry:
       shared_operands: arguments of cells that are values, though they are shared in some calls.
       reached: the way to arrays by which they are known, by their ids (see `_record.environment`).
       arrays_reached: these arrays, by the way to them.
+      tokens_reached: (type, token) of those that cells were given, by the way to them.
       keys: what operations are told apart by.
       operations, operators: how operations and Python's operators on symbols were recorded.
       chains: how operators on one value, and static indices, were recorded.
@@ -122,6 +123,7 @@ class Registry:
         self._known_paths: dict[int, set[tuple]] = {}
         self.reached: Mapping[int, AccessPath] = {}
         self.arrays_reached: Mapping[Any, Any] = {}
+        self.tokens_reached: dict[Any, tuple[Any, Hashable]] = {}
         self.hidden = Hidden()
         self._number = 0
         self.warned: set[type] = set()  # of performance

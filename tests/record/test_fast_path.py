@@ -34,6 +34,7 @@ def taken(monkeypatch):
 
 P = {"w": jnp.ones((3, 3)), "b": jnp.ones(3)}
 X = np.arange(3, dtype=np.float32)
+REACHED = jnp.arange(3.0)
 
 
 @jedbatch.cell
@@ -80,12 +81,18 @@ CALLS = {
     "a number": lambda p, h, x: combine(p, h, 2.5),
     "an integer": lambda p, h, x: combine(p, h, 2),
     "an array of NumPy": lambda p, h, x: combine(p, h, X),
+    "a number of NumPy": lambda p, h, x: combine(p, h, np.float32(2.5)),
+    "an integer of NumPy": lambda p, h, x: combine(p, h, np.int64(2)),
+    "a truth value": lambda p, h, x: combine(p, h, True),
+    "a truth value of NumPy": lambda p, h, x: combine(p, h, np.bool_(True)),
+    "an array of JAX": lambda p, h, x: combine(p, h, REACHED),
+    "a state of arrays": lambda p, h, x: join(p, (X, h), (REACHED, X)),
     "a shared array": lambda p, h, x: combine(p, h, p["b"]),
     "an option": lambda p, h, x: combine(p, h, x, scale=3),
     "two results": lambda p, h, x: state(p, h)[1],
     "a state": lambda p, h, x: join(p, state(p, h), state(p, x)),
     "a state put together": lambda p, h, x: join(p, (h, x), [x, h]),
-    "a state with numbers": lambda p, h, x: join(p, (h, 0.5), [2, h]),
+    "a state with numbers": lambda p, h, x: join(p, (h, 0.5), [np.int32(2), h]),
     "an array that was computed": lambda p, h, x: combine(p, h, jnp.full(3, 2.0)),
     "a state that was computed": lambda p, h, x: join(p, (jnp.zeros(3), h), (h, jnp.ones(3))),
     "the same twice": lambda p, h, x: combine(p, h, h),
@@ -97,6 +104,8 @@ OPERATORS = {
     "a number to the right": lambda p, h, x: h - 2.5,
     "a number to the left": lambda p, h, x: 2.5 - h,
     "an integer": lambda p, h, x: h * 3,
+    "a number of NumPy to the right": lambda p, h, x: h / np.float32(3),
+    "a number of NumPy to the left": lambda p, h, x: np.float32(3) - h,
     "power": lambda p, h, x: h**2,
     "with itself": lambda p, h, x: h * h,
     "weights to the left": lambda p, h, x: p["w"] @ h,

@@ -304,10 +304,10 @@ look_at_input(FastPath *self, Call *call, PyObject *found, PyObject *value)
 static int
 look_at_number(FastPath *self, Call *call, PyObject *x)
 {
-    if (!PyLong_CheckExact(x) && !PyFloat_CheckExact(x))
-        return 0;
     PyObject *found = PyDict_GetItemWithError(self->numbers, (PyObject *)Py_TYPE(x));
-    return look_at_input(self, call, Py_XNewRef(found), Py_NewRef(x));
+    if (found == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    return look_at_input(self, call, Py_NewRef(found), Py_NewRef(x));
 }
 
 /* An array of NumPy is copied, since it may change before it is read. */
@@ -329,7 +329,19 @@ look_at_array(FastPath *self, Call *call, PyObject *x)
     return result;
 }
 
-/* Looks at a tuple or list of references, which will not change, and of numbers. */
+/* Looks at what is no tuple or list put together by hand, the most common first. */
+static int
+look_at_single(FastPath *self, Call *call, PyObject *x)
+{
+    int found = look_at_symbol(self, call, x);
+    if (found == 0 && (PyLong_CheckExact(x) || PyFloat_CheckExact(x)))
+        found = look_at_number(self, call, x);
+    found = found == 0 ? look_at_known(self, call, x) : found;
+    found = found == 0 ? look_at_array(self, call, x) : found;
+    return found == 0 ? look_at_number(self, call, x) : found;
+}
+
+/* Looks at a tuple or list of references, which will not change, and of numbers and arrays. */
 static int
 look_at_parts(FastPath *self, Call *call, PyObject *x)
 {
@@ -350,9 +362,7 @@ look_at_parts(FastPath *self, Call *call, PyObject *x)
         if (part == NULL) /* the list has become shorter */
             return -1;
         Py_INCREF(part);
-        found = look_at_symbol(self, call, part);
-        found = found == 0 ? look_at_number(self, call, part) : found;
-        found = found == 0 ? look_at_known(self, call, part) : found;
+        found = look_at_single(self, call, part);
         Py_DECREF(part);
     }
     return found == 1 ? 1 : -1;
@@ -361,10 +371,7 @@ look_at_parts(FastPath *self, Call *call, PyObject *x)
 static int
 look_at(FastPath *self, Call *call, PyObject *x)
 {
-    int found = look_at_symbol(self, call, x);
-    found = found == 0 ? look_at_number(self, call, x) : found;
-    found = found == 0 ? look_at_known(self, call, x) : found;
-    found = found == 0 ? look_at_array(self, call, x) : found;
+    int found = look_at_single(self, call, x);
     found = found == 0 ? look_at_parts(self, call, x) : found;
     return found == 1 ? 1 : -1;
 }
