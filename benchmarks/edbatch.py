@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jedbatch
 from jedbatch import data
@@ -274,7 +275,7 @@ def tag(params: Params, forward: jax.Array, backward: jax.Array, label: Any) -> 
 def chain(params: Params, inputs: Iterable[jax.Array], name: str, state: Any = None) -> list[State]:
     """The states after each input of a layer; the first is zero by default."""
     if state is None:
-        state = (jnp.zeros(params[f"{name}_b"].shape[0] // 4),) * 2
+        state = (np.zeros(params[f"{name}_b"].shape[0] // 4, np.float32),) * 2
     states = []
     for x in inputs:
         state = step(params, x, state, name=name)
