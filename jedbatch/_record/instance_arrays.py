@@ -10,10 +10,11 @@ import copy
 import dataclasses
 import enum
 import functools
+import inspect
 import itertools
 import types
 import weakref
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -35,6 +36,8 @@ _NO_NUMBERS = frozenset(
     {np.object_, np.str_, np.bytes_, np.void, np.datetime64, np.timedelta64, str}
 )
 _WIDE_DTYPES = frozenset({np.dtype(np.float64), np.dtype(np.complex128)})
+# What JAX makes of arrays of these, in 32-bit mode and in 64-bit mode.
+SAME_DTYPES = {x: jnp.dtype(x) for x in map(np.dtype, ("float32", "int32", "bool", "uint8"))}
 CONSTANT_TYPES = (*LEAF_TYPES, types.ModuleType, jax.stages.Wrapped, jnp.ufunc)
 
 
@@ -53,6 +56,8 @@ def array_type(x: Leaf) -> ArrayType:
 
     Raises `TypeError` for a 64-bit float while JAX is in 32-bit mode.
     """
+    if type(x) is np.ndarray and (dtype := SAME_DTYPES.get(x.dtype)) is not None:
+        return x.shape, dtype, False
     dtype = getattr(x, "dtype", None)
     if dtype in _WIDE_DTYPES and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise TypeError(
@@ -199,6 +204,8 @@ def children_of(x: Leaf) -> tuple[Hashable, list[Leaf], bool] | None:
     kind = type(x)
     if kind is tuple or kind is list:
         return None, list(x), False
+    if children_are_fields(x):
+        return tuple(x.__dict__), list(x.__dict__.values()), False
     if isinstance(x, tuple | list | dict | collections.deque):
         names = attribute_names(x)
         extra = [getattr(x, name) for name in names]
@@ -261,6 +268,34 @@ def has_attributes_only(x: object) -> bool:
     return found
 
 
+@functools.lru_cache(maxsize=512)
+def plain_fields(kind: Any) -> tuple[str, ...] | None:
+    """The names of the fields of a dataclass, if reading one gives what an object's dict has."""
+    containers = (tuple, list, dict, collections.deque, np.ndarray, Graph)
+    if issubclass(kind, containers) or not dataclasses.is_dataclass(kind):
+        return None
+    names = tuple([f.name for f in dataclasses.fields(kind)])
+    return names if reads_its_dict(kind, names) else None
+
+
+def children_are_fields(x: Any) -> bool:
+    """Returns whether an object is one of a dataclass, and its dict has the fields alone."""
+    kind: Any = type(x)
+    fields = plain_fields(kind)
+    return fields is not None and tuple(x.__dict__) == fields
+
+
+def reads_its_dict(kind: Any, names: Iterable[str]) -> bool:
+    """Returns whether attributes of objects of a class are what their dicts have, and no others."""
+    at_class = [inspect.getattr_static(kind, name, None) for name in names]
+    return (
+        bool(kind.__dictoffset__)
+        and not slot_names(kind)
+        and kind.__getattribute__ is object.__getattribute__
+        and not any(map(inspect.isdatadescriptor, at_class))
+    )
+
+
 def _dataclass_attributes(x: Leaf) -> list[str]:
     """The names of the fields of an object, and of its attributes beside them."""
     names = [f.name for f in dataclasses.fields(x)]
@@ -295,6 +330,9 @@ def _rebuild(x: object, parts: list[Leaf]) -> PyTree:
         return copied
     if dataclasses.is_dataclass(x):
         copied = object.__new__(kind)
+        if children_are_fields(x):
+            copied.__dict__.update(zip(x.__dict__, parts, strict=True))
+            return copied
         for name, part in zip(_dataclass_attributes(x), parts, strict=True):
             object.__setattr__(copied, name, part)
         return copied

@@ -21,15 +21,18 @@ from typing import Any
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.identity import Same, attribute_names, is_frozen, typed
+from jedbatch._jaxpr.identity import Same, attribute_names, is_frozen, slot_names, typed
 from jedbatch._record.instance_arrays import (
     CONSTANT_TYPES,
     LEAF_TYPES,
     PLAIN_TYPES,
+    SAME_DTYPES,
     array_type,
     children_of,
     has_attributes_only,
     is_array,
+    plain_fields,
+    reads_its_dict,
 )
 from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
@@ -54,6 +57,9 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
         except ValueError:
             pass  # too deep
 
+    found = _compiled_tokens(instance)
+    if found is not None:
+        return found
     tokens: list[Hashable] = []
     arrays = []
     cacheable = True
@@ -66,6 +72,9 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
         x = stack.pop()
         kind = type(x)
         if kind is float or kind is int:  # most of what there is
+            tokens.append(typed(x))
+            continue
+        if kind in PLAIN_TYPES:
             tokens.append(typed(x))
             continue
         if isinstance(x, np.generic):
@@ -84,9 +93,7 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
             if is_array(x):
                 arrays.append(x)
             continue
-        if x is None or kind in PLAIN_TYPES:
-            tokens.append(typed(x))
-        elif is_array(x):
+        if is_array(x):
             places[id(x)] = len(tokens), x
             tokens.append(("array", *array_type(x)))
             arrays.append(x)
@@ -106,7 +113,7 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
             places[id(x)] = len(tokens), x
             tokens.append((kind, *names))
             num_outside = min(num_outside, len(stack))
-            stack.extend(getattr(x, name) for name in names)
+            stack.extend(getattr(x, name) for name in reversed(names))
         else:
             cacheable = False
     if not cacheable:
@@ -116,6 +123,51 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
     except TypeError:
         return None, arrays
     return key, arrays
+
+
+MANY_CLASSES = 256  # of objects in instances
+SCALAR, NAMED, FIELDS, ATTRIBUTES, LEAF = range(5)  # how objects are written, as in C
+_ways: dict[type, tuple[int, Hashable, tuple[str, ...]] | None] = {}
+
+
+def _compiled_tokens(instance: PyTree) -> tuple[Hashable, list[Leaf]] | None:
+    """Returns what `instance_key` does, from C; None if that leaves it to Python.
+
+    That looks into tuples, named ones, too, lists, dicts by strings, arrays of NumPy, and objects
+    whose attributes are in their dicts, and at nothing twice.
+    """
+    compiled = core()
+    while compiled is not None:
+        found = compiled.instance_tokens(instance, _ways, (np.ndarray, SAME_DTYPES, typed))
+        if found is None or len(found) == 2:
+            return found
+        if len(_ways) >= MANY_CLASSES:
+            _ways.clear()
+        _ways[type(found[0])] = _way_of(found[0])
+    return None
+
+
+def _way_of(x: object) -> tuple[int, Hashable, tuple[str, ...]] | None:
+    """(how C writes objects of a class, the token of one, its attributes); None if it does not."""
+    kind: Any = type(x)
+    if isinstance(x, np.generic):
+        return SCALAR, None, ()
+    fields = plain_fields(kind)
+    if fields is not None:
+        return FIELDS, (kind, len(fields), fields), fields
+    if is_array(x) or isinstance(x, (Graph, *LEAF_TYPES)):
+        return (LEAF, None, ()) if isinstance(x, LEAF_TYPES) and children_of(x) is None else None
+    if isinstance(x, tuple) and hasattr(kind, "_fields"):
+        has_items_only = kind.__iter__ is tuple.__iter__ and not kind.__dictoffset__
+        if not has_items_only or slot_names(kind) or hasattr(kind, "maxlen"):
+            return None
+        return NAMED, (kind, len(kind._fields), (None,)), kind._fields
+    if children_of(x) is None and has_attributes_only(x):
+        names = tuple(attribute_names(x))
+        return (
+            (ATTRIBUTES, (kind, *names), names) if names and reads_its_dict(kind, names) else None
+        )
+    return None
 
 
 def plain_keys(instances: list[PyTree]) -> tuple[list[bytes | None], list[bool]]:

@@ -145,6 +145,7 @@ static PyMethodDef functions[] = {
     {"find_turns", find_turns, METH_O, NULL},
     {"first_reads", first_reads, METH_O, NULL},
     {"induce", induce, METH_O, NULL},
+    {"instance_tokens", instance_tokens, METH_VARARGS, NULL},
     {"join", join, METH_VARARGS, NULL},
     {"keys_with_arrays", keys_with_arrays, METH_VARARGS, NULL},
     {"largest_by", largest_by, METH_O, NULL},

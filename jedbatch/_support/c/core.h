@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 14 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 15 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -38,6 +38,7 @@ int init_fast_path(PyObject *module);
 PyObject *is_plain_tree(PyObject *module, PyObject *instance);
 PyObject *plain_keys(PyObject *module, PyObject *args);
 PyObject *keys_with_arrays(PyObject *module, PyObject *args);
+PyObject *instance_tokens(PyObject *module, PyObject *args);
 PyObject *longest_paths(PyObject *module, PyObject *given);
 PyObject *longest_chains(PyObject *module, PyObject *given);
 PyObject *schedule(PyObject *module, PyObject *args);

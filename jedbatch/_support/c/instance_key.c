@@ -1,7 +1,7 @@
 /* Plain trees and their keys: the twins of `_is_plain_tree`, `plain_keys` and `keys_with_arrays` in
- * `_record/instance_key.py`.
+ * `_record/instance_key.py`, and of what `instance_key` does with other instances.
  *
- * No Python code runs while a tree is looked at and nothing is let go, so its parts stay.
+ * No Python code runs while a plain tree is looked at and nothing is let go, so its parts stay.
  */
 
 #include <stdint.h>
@@ -386,4 +386,246 @@ keys_with_arrays(PyObject *module, PyObject *args)
     Py_XDECREF(arrays.dtype);
     Py_XDECREF(arrays.shape);
     return found;
+}
+
+/* The tokens of an instance, as `instance_key` writes them.
+ *
+ * Parts that are not looked into yet are held. Objects of a class are described by what `ways` has
+ * for it: (how, its token, the names of its attributes). */
+enum { SCALAR = 0, NAMED = 1, FIELDS = 2, ATTRIBUTES = 3, LEAF = 4 }; /* as in Python */
+
+typedef struct {
+    PyObject *ways, *ndarray, *dtypes, *typed, *array;      /* given */
+    PyObject *tokens, *arrays;                              /* lists, written */
+    PyObject *dtype_name, *shape_name, *bytes_name;         /* of attributes and methods */
+    PyObject **stack;
+    Py_ssize_t count, room, outside; /* what there was below an object that is no container, or -1 */
+    Objects met;
+} Tokens;
+
+/* Adds a token and lets go of it; NULL is an error. */
+static int
+add_token(Tokens *self, PyObject *token)
+{
+    int failed = token == NULL || PyList_Append(self->tokens, token) < 0;
+    Py_XDECREF(token);
+    return failed ? -1 : IS_WRITTEN;
+}
+
+static int
+push_part(Tokens *self, PyObject *x)
+{
+    if (self->count == self->room) {
+        Py_ssize_t room = self->room ? 2 * self->room : 256;
+        PyObject **stack = realloc(self->stack, (size_t)room * sizeof(PyObject *));
+        if (stack == NULL) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        self->stack = stack;
+        self->room = room;
+    }
+    self->stack[self->count++] = Py_NewRef(x);
+    return IS_WRITTEN;
+}
+
+/* Turns the parts around that were added since there were `first`: the first is looked at next. */
+static void
+turn_parts(Tokens *self, Py_ssize_t first)
+{
+    for (Py_ssize_t i = first, j = self->count - 1; i < j; i++, j--) {
+        PyObject *x = self->stack[i];
+        self->stack[i] = self->stack[j];
+        self->stack[j] = x;
+    }
+}
+
+/* Whether something is met for the first time: `IS_WRITTEN`, or `IS_OTHER` if it was met before, which
+ * is left to Python. The stack and what it is part of refer to it. */
+static int
+is_new(Tokens *self, PyObject *x)
+{
+    int found = Py_REFCNT(x) <= 2 ? 1 : meet(&self->met, x);
+    if (found < 0)
+        PyErr_NoMemory();
+    return found < 0 ? -1 : found ? IS_WRITTEN : IS_OTHER;
+}
+
+static int
+take_items(Tokens *self, PyObject *x, PyObject *token)
+{
+    int is_list = PyList_Check(x), written = is_new(self, x);
+    Py_ssize_t length = is_list ? PyList_Size(x) : PyTuple_Size(x), first = self->count;
+    if (written == IS_WRITTEN)
+        written = add_token(self, token != NULL ? Py_NewRef(token)
+                                                : Py_BuildValue("(OnO)", Py_TYPE(x), length,
+                                                                Py_None));
+    for (Py_ssize_t i = 0; written == IS_WRITTEN && i < length; i++)
+        written = push_part(self, is_list ? PyList_GetItem(x, i) : PyTuple_GetItem(x, i));
+    turn_parts(self, first);
+    return written;
+}
+
+static int
+take_dict(Tokens *self, PyObject *x)
+{
+    int written = is_new(self, x);
+    Py_ssize_t first = self->count, length = PyDict_Size(x);
+    PyObject *key, *value, *names = written == IS_WRITTEN ? PyTuple_New(length) : NULL;
+    if (names == NULL)
+        return written == IS_WRITTEN ? -1 : written;
+    PyObject *keys = PyDict_Keys(x);
+    for (Py_ssize_t i = 0; written == IS_WRITTEN && i < length; i++) {
+        PyObject *name = keys == NULL ? NULL : PyList_GetItem(keys, i);
+        if (name != NULL && !PyUnicode_CheckExact(name)) {
+            written = IS_OTHER;
+            break;
+        }
+        name = name == NULL ? NULL : PyTuple_Pack(2, (PyObject *)&PyUnicode_Type, name);
+        if (name == NULL || PyTuple_SetItem(names, i, name) < 0)
+            written = -1;
+    }
+    Py_XDECREF(keys);
+    for (Py_ssize_t at = 0; written == IS_WRITTEN && PyDict_Next(x, &at, &key, &value);)
+        written = push_part(self, value);
+    if (written == IS_WRITTEN)
+        written = add_token(self, Py_BuildValue("(On(O))", Py_TYPE(x), length, names));
+    Py_DECREF(names);
+    turn_parts(self, first);
+    return written;
+}
+
+/* Takes the attributes of an object if these are the ones that its class is known for. */
+static int
+take_attributes(Tokens *self, PyObject *x, PyObject *token, PyObject *names, int is_container)
+{
+    int written = is_new(self, x);
+    PyObject *held = written == IS_WRITTEN ? PyObject_GenericGetDict(x, NULL) : NULL;
+    if (held == NULL)
+        return written == IS_WRITTEN ? -1 : written;
+    Py_ssize_t first = self->count, i = 0, length = PyTuple_Size(names);
+    if (!is_container && (self->outside < 0 || first < self->outside))
+        self->outside = first;
+    PyObject *name, *value;
+    if (PyDict_Size(held) != length)
+        written = IS_OTHER;
+    for (Py_ssize_t at = 0; written == IS_WRITTEN && PyDict_Next(held, &at, &name, &value); i++)
+        written = PyTuple_GetItem(names, i) == name ? push_part(self, value) : IS_OTHER;
+    Py_DECREF(held);
+    turn_parts(self, first);
+    return written == IS_WRITTEN ? add_token(self, Py_NewRef(token)) : written;
+}
+
+static int
+take_array(Tokens *self, PyObject *x)
+{
+    int written = self->outside >= 0 ? IS_OTHER : is_new(self, x);
+    PyObject *dtype = written == IS_WRITTEN ? PyObject_GetAttr(x, self->dtype_name) : NULL;
+    if (dtype == NULL)
+        return written == IS_WRITTEN ? -1 : written;
+    PyObject *in_jax = PyDict_GetItemWithError(self->dtypes, dtype);
+    Py_DECREF(dtype);
+    if (in_jax == NULL)
+        return PyErr_Occurred() ? -1 : IS_OTHER;
+    PyObject *shape = PyObject_GetAttr(x, self->shape_name);
+    if (shape == NULL)
+        return -1;
+    written = add_token(self, PyTuple_Pack(4, self->array, shape, in_jax, Py_False));
+    Py_DECREF(shape);
+    return written == IS_WRITTEN && PyList_Append(self->arrays, x) < 0 ? -1 : written;
+}
+
+static int
+take_scalar(Tokens *self, PyObject *x)
+{
+    PyObject *dtype = PyObject_GetAttr(x, self->dtype_name), *token = NULL;
+    PyObject *bytes = dtype == NULL ? NULL : PyObject_CallMethodObjArgs(x, self->bytes_name, NULL);
+    if (bytes != NULL)
+        token = PyTuple_Pack(3, (PyObject *)Py_TYPE(x), dtype, bytes);
+    Py_XDECREF(dtype);
+    Py_XDECREF(bytes);
+    return add_token(self, token);
+}
+
+/* Takes an object as its class is described; `IS_LEFT` if that is to be done first. */
+static int
+take_object(Tokens *self, PyObject *x)
+{
+    PyObject *way = PyDict_GetItemWithError(self->ways, (PyObject *)Py_TYPE(x));
+    if (way == NULL || way == Py_None)
+        return PyErr_Occurred() ? -1 : way == NULL ? IS_LEFT : IS_OTHER;
+    PyObject *token, *names;
+    int how, is_found = PyArg_ParseTuple(way, "iOO", &how, &token, &names);
+    if (!is_found)
+        return -1;
+    if (how == SCALAR)
+        return take_scalar(self, x);
+    if (how == LEAF)
+        return add_token(self, PyObject_CallFunctionObjArgs(self->typed, x, NULL));
+    if (how == NAMED)
+        return PyTuple_Size(x) == PyTuple_Size(names) ? take_items(self, x, token) : IS_OTHER;
+    return take_attributes(self, x, token, names, how == FIELDS);
+}
+
+static int
+take_part(Tokens *self, PyObject *x)
+{
+    if (PyLong_CheckExact(x) || PyUnicode_CheckExact(x) || PyBool_Check(x) || x == Py_None)
+        return add_token(self, PyTuple_Pack(2, (PyObject *)Py_TYPE(x), x));
+    if (PyFloat_CheckExact(x)) {
+        double number = PyFloat_AsDouble(x);
+        return add_token(self, Py_BuildValue("(OOy#)", Py_TYPE(x), Py_None, (char *)&number,
+                                             (Py_ssize_t)sizeof number));
+    }
+    if (PyTuple_CheckExact(x) || PyList_CheckExact(x))
+        return take_items(self, x, NULL);
+    if ((PyObject *)Py_TYPE(x) == self->ndarray)
+        return take_array(self, x);
+    return PyDict_CheckExact(x) ? take_dict(self, x) : take_object(self, x);
+}
+
+/* instance_tokens(instance, ways, (numpy.ndarray, dtypes in JAX by dtype, typed)): (tokens, arrays);
+ * None if they are left to Python, or (an object,) whose class has to be described first. */
+PyObject *
+instance_tokens(PyObject *module, PyObject *args)
+{
+    (void)module;
+    Tokens self = {.outside = -1};
+    PyObject *instance, *result = NULL, *missing = NULL;
+    if (!PyArg_ParseTuple(args, "OO!(OO!O)", &instance, &PyDict_Type, &self.ways, &self.ndarray,
+                          &PyDict_Type, &self.dtypes, &self.typed))
+        return NULL;
+    self.tokens = PyList_New(0);
+    self.arrays = PyList_New(0);
+    self.array = PyUnicode_InternFromString("array");
+    self.dtype_name = PyUnicode_InternFromString("dtype");
+    self.shape_name = PyUnicode_InternFromString("shape");
+    self.bytes_name = PyUnicode_InternFromString("tobytes");
+    int written = PyErr_Occurred() ? -1 : push_part(&self, instance);
+    while (written == IS_WRITTEN && self.count > 0) {
+        if (self.count <= self.outside)
+            self.outside = -1;
+        PyObject *x = self.stack[--self.count];
+        written = take_part(&self, x);
+        if (written == IS_LEFT)
+            missing = PyTuple_Pack(1, x);
+        Py_DECREF(x);
+    }
+    if (written == IS_WRITTEN) {
+        PyObject *tokens = PyList_AsTuple(self.tokens);
+        result = tokens == NULL ? NULL : PyTuple_Pack(2, tokens, self.arrays);
+        Py_XDECREF(tokens);
+    } else if (written != -1)
+        result = written == IS_LEFT ? missing : Py_NewRef(Py_None);
+    while (self.count > 0)
+        Py_DECREF(self.stack[--self.count]);
+    free(self.stack);
+    free(self.met.items);
+    Py_XDECREF(self.tokens);
+    Py_XDECREF(self.arrays);
+    Py_XDECREF(self.array);
+    Py_XDECREF(self.dtype_name);
+    Py_XDECREF(self.shape_name);
+    Py_XDECREF(self.bytes_name);
+    return result;
 }
