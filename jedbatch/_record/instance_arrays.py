@@ -153,29 +153,41 @@ def _replaced(x: Leaf, arrays: Iterator[object], done: dict[int, tuple[Leaf, Lea
       arrays: those that are left.
       done: what stands for parts met before, by id, and these, so that no other has their id.
     """
-    kind = type(x)
+    kind: Any = type(x)
     if kind in PLAIN_TYPES:
         return x
     is_plain = kind is tuple or kind is list
-    if not is_plain and is_array(x):
+    fields = None if is_plain else plain_fields(kind)
+    parts: Iterable[Leaf]
+    if is_plain:
+        parts = x
+    elif fields is not None and tuple(x.__dict__) == fields:
+        parts = x.__dict__.values()
+    elif is_array(x):
         replacement = next(arrays)  # one for each time that it is met
         return done.setdefault(id(x), (replacement, x))[0]
-    node = None if is_plain else children_of(x)
-    if not is_plain and node is None:
+    elif (node := children_of(x)) is not None:
+        fields, parts = None, node[1]
+    else:
         return x
-    if id(x) not in done:
+    known = done.get(id(x))
+    if known is None:
         done[id(x)] = _UNFINISHED, x
-        parts = [
-            child if type(child) in PLAIN_TYPES else _replaced(child, arrays, done)
-            for child in (x if node is None else node[1])
+        new = [
+            part if type(part) in PLAIN_TYPES else _replaced(part, arrays, done) for part in parts
         ]
-        done[id(x)] = kind(parts) if is_plain else _rebuild(x, parts), x
-    if done[id(x)][0] is _UNFINISHED:
+        if fields is None:
+            copied = kind(new) if is_plain else _rebuild(x, new)
+        else:
+            copied = object.__new__(kind)
+            copied.__dict__.update(zip(fields, new, strict=True))
+        known = done[id(x)] = copied, x
+    if known[0] is _UNFINISHED:
         raise ValueError(
-            f"an instance holds arrays and a {type(x).__name__} that holds itself; expected "
+            f"an instance holds arrays and a {kind.__name__} that holds itself; expected "
             "a tree or a graph without circles. Keep links to parents out of the instance."
         )
-    return done[id(x)][0]
+    return known[0]
 
 
 def owned_arrays(instance: PyTree, limit: int = 100_000) -> set[int]:
@@ -201,11 +213,12 @@ def owned_arrays(instance: PyTree, limit: int = 100_000) -> set[int]:
 
 def children_of(x: Leaf) -> tuple[Hashable, list[Leaf], bool] | None:
     """(what else decides it, parts, is mutable) of a container; None of anything else."""
-    kind = type(x)
+    kind: Any = type(x)
     if kind is tuple or kind is list:
         return None, list(x), False
-    if children_are_fields(x):
-        return tuple(x.__dict__), list(x.__dict__.values()), False
+    fields = plain_fields(kind)
+    if fields is not None and tuple(x.__dict__) == fields:
+        return fields, list(x.__dict__.values()), False
     if isinstance(x, tuple | list | dict | collections.deque):
         names = attribute_names(x)
         extra = [getattr(x, name) for name in names]
@@ -278,13 +291,6 @@ def plain_fields(kind: Any) -> tuple[str, ...] | None:
     return names if reads_its_dict(kind, names) else None
 
 
-def children_are_fields(x: Any) -> bool:
-    """Returns whether an object is one of a dataclass, and its dict has the fields alone."""
-    kind: Any = type(x)
-    fields = plain_fields(kind)
-    return fields is not None and tuple(x.__dict__) == fields
-
-
 def reads_its_dict(kind: Any, names: Iterable[str]) -> bool:
     """Returns whether attributes of objects of a class are what their dicts have, and no others."""
     at_class = [inspect.getattr_static(kind, name, None) for name in names]
@@ -330,9 +336,6 @@ def _rebuild(x: object, parts: list[Leaf]) -> PyTree:
         return copied
     if dataclasses.is_dataclass(x):
         copied = object.__new__(kind)
-        if children_are_fields(x):
-            copied.__dict__.update(zip(x.__dict__, parts, strict=True))
-            return copied
         for name, part in zip(_dataclass_attributes(x), parts, strict=True):
             object.__setattr__(copied, name, part)
         return copied
