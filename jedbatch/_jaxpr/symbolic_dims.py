@@ -83,7 +83,7 @@ class Questions:
     Attributes:
       refused: what Python has decided on, in words. The function may have caught the errors.
       unequal: pairs of symbols that JAX was not told to be the same where it compared them.
-      few: extents of which JAX could not know whether they are 1 at least, as of `n - 1`.
+      few: extents of which JAX asked whether they are 1 at least, as of `n - 1` or `16 - n`.
       hashed: what Python has hashed, each with the frame and the instruction that did; JAX may
         turn out to have been called there.
     """
@@ -242,8 +242,7 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
             if SUPPOSES_ENOUGH.fullmatch(sys._getframe(1).f_code.co_name):
                 return False
             _ask(self, other, sys._getframe(1))
-            if type(other) is int and other in (0, 1) and _asked.questions is not None:
-                _asked.questions.few.append(self)
+            _note_few(self - other + (compare in (Base.__ge__, Base.__lt__)))
             raise
         if unsound(answer) and not (symmetric and _known_to_differ(self, other)):
             _ask(self, other, sys._getframe(1))
@@ -280,6 +279,24 @@ def _calculating(calculate: Callable) -> Callable:
         return tuple(map(_watched, extent)) if type(extent) is tuple else _watched(extent)
 
     return method
+
+
+def _choosing(choose: Callable) -> Callable:
+    """The greater or lesser of two extents, which JAX may or may not know."""
+
+    def method(self: Any, other: Any) -> Any:
+        difference = self - other
+        _note_few(difference + 1)  # one of both says which it is
+        _note_few(1 - difference)
+        return _watched(choose(self, other))
+
+    return method
+
+
+def _note_few(extent: AxisSize) -> None:
+    """Notes that JAX asks whether an extent is 1 at least, if it cannot know that."""
+    if _asked.questions is not None and isinstance(extent, Base):
+        _asked.questions.few.append(extent)
 
 
 def _power(extent: Any, power: Any, *modulo: Any) -> Any:
@@ -330,8 +347,8 @@ class Extent(Base):
     __rmod__ = _calculating(Base.__rmod__)
     __neg__ = _calculating(Base.__neg__)
 
-    max, rmax = _calculating(Base.max), _calculating(Base.rmax)
-    min, rmin = _calculating(Base.min), _calculating(Base.rmin)
+    max, rmax = _choosing(Base.max), _choosing(Base.rmax)
+    min, rmin = _choosing(Base.min), _choosing(Base.rmin)
     __divmod__ = _calculating(Base.__divmod__)
     __rdivmod__ = _calculating(Base.__rdivmod__)
 

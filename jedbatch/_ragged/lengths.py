@@ -49,7 +49,8 @@ Scope = tuple[int | None, int, int]  # (bound of its symbols, the least they are
 # shares a symbol with.
 SymbolicTypes = tuple[list[ArrayType], dict[str, list[int]], tuple[int, ...]]
 MAX_KNOWN = 64  # types with symbols that are kept for a family
-LEASTS = (2, 4)  # that lengths may be supposed to be at least
+MOST_LEAST = 8  # that lengths may be supposed to be at least
+MOST_BOUND = 1 << 20  # that lengths may be bounded by
 MAX_DISTANCES = 3  # between arrays of two kinds that have been compared
 
 
@@ -188,6 +189,7 @@ class Lengths:
         self.off = off
         self.longest = 0
         self.bound: int | None = None
+        self._limits: dict[int, None] = {}
         self.least = 1
         self.revision = 0
         self.changes = 0
@@ -396,23 +398,35 @@ class Lengths:
     def next_bound(self, shared: Iterable[tuple[Any, ...]]) -> bool:
         """Bounds lengths by the rows of tables; False if there is none, or no other one.
 
-        `shared` are shapes of arrays, some of which may be tables with a row for every position.
+        `shared` are shapes of arrays, some of which may be tables with a row for every position. A
+        size that arrays are padded to, see `note_limits`, is a bound as well.
         """
-        bounds = [shape[0] for shape in shared if shape and shape[0] >= self.longest]
+        rows = [shape[0] for shape in shared if shape]
+        bounds = [n for n in (*rows, *self._limits) if n >= self.longest]
         if not bounds or min(bounds) == self.bound:
             return False
         self.bound = min(bounds)
         self.revision += 1
         return True
 
+    def note_limits(self, asked: Questions) -> None:
+        """Takes note of the greatest lengths for which JAX would know what it asked for.
+
+        Of `16 - n` rows it has to know whether there are any, which is so up to 16.
+        """
+        for extent in asked.few:
+            limit = _greatest(extent, self.longest)
+            if limit is not None:
+                self._limits[limit] = None
+
     def next_least(self, asked: Questions) -> bool:
         """Has lengths be more at least; False if that does not tell JAX what it asked for.
 
         Of `x[1:]` it has to know whether there are rows, which is so from two rows on.
         """
-        for least in LEASTS:
-            at = [extent_at(e, dict.fromkeys(symbols_in(e), least)) for e in asked.few]
-            if least > self.least and at and min(at) > 0:
+        few = [e for e in asked.few if _at(e, self.least) < 1]
+        for least in range(self.least + 1, MOST_LEAST + 1):
+            if any(_at(e, least) > 0 for e in few):
                 self.least = least
                 self.revision += 1
                 return True
@@ -440,6 +454,27 @@ class Lengths:
 
 def _name(k: int) -> str:
     return LETTERS[k] if k < len(LETTERS) else f"n{k}"
+
+
+def _at(extent: Any, length: int) -> int:
+    """Returns an extent where all lengths are the same."""
+    return extent_at(extent, dict.fromkeys(symbols_in(extent), length))
+
+
+def _greatest(extent: Any, length: int) -> int | None:
+    """Returns the greatest length up to which an extent is 1 at least.
+
+    None if that is less than a given one, or if there is none.
+    """
+    beyond = 2 * length + 1
+    while beyond < MOST_BOUND and _at(extent, beyond) > 0:
+        beyond *= 2
+    if beyond >= MOST_BOUND or _at(extent, length) < 1:
+        return None
+    while beyond - length > 1:
+        middle = (length + beyond) // 2
+        length, beyond = (middle, beyond) if _at(extent, middle) > 0 else (length, middle)
+    return length
 
 
 def _length(array: ArrayType) -> int:

@@ -291,8 +291,11 @@ class RaggedRecording:
 
     def supposes_more(self) -> bool:
         """Returns whether to record again: JAX had to know whether there are rows left."""
-        asked = self.asked.get(self.number)
-        return asked is not None and self.cache.lengths.next_least(asked)
+        asked, lengths = self.asked.get(self.number), self.cache.lengths
+        if asked is None:
+            return False
+        lengths.note_limits(asked)
+        return lengths.next_least(asked)
 
     def _compared(self, i: int) -> bool:
         """Returns whether lengths of an instance were compared that it is not yet told apart by."""
