@@ -44,14 +44,14 @@ from jax.core import ShapedArray
 from jax.export import is_symbolic_dim, symbolic_shape
 from jax.extend.core import set_current_trace
 
+from jedbatch._jaxpr.associative import ANY_NUMBER, is_associative_scan, scanned_in_place
 from jedbatch._jaxpr.versions import is_program, without_consts
 from jedbatch._support.frames import HOLDS_FOR_ALL_LENGTHS, is_private
 from jedbatch._support.types import Array, AxisSize, Dtype
 
 ASKERS = ("jax", "jaxlib")  # these ask about extents as generally as we do
 OURS = ("us", "jax")
-# These ask on behalf of their callers.
-HELPERS = frozenset({*sys.stdlib_module_names, "numpy", "opt_einsum"})
+HELPERS = frozenset({*sys.stdlib_module_names, "numpy", "opt_einsum"})  # ask for their callers
 # Functions of JAX and of ours, with what is defined inside of them, that compare two extents in
 # order to complain unless they are known to be equal. Others do so to find keys of their caches.
 CHECKS = re.compile(
@@ -231,6 +231,8 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
 
     def method(self: Any, other: object) -> bool:
         left, right = self, other
+        if compare is Base.__lt__ and scanned_in_place(sys._getframe(1)):
+            return True
         if symmetric and type(other) is Base:  # which knows nothing of us
             left, right = other, self
         try:
@@ -363,10 +365,14 @@ class Extent(Base):
         return True
 
     def __index__(self) -> int:
+        if is_associative_scan(sys._getframe(1)):
+            return ANY_NUMBER
         frame, role = _asker(sys._getframe(1))
         if role not in OURS:
             refuse_decision("needs the length of an array as a number", frame, LengthNeededError)
         raise TypeError("the length of an array is not known while this is traced")
+
+    __int__ = __index__
 
     def __hash__(self) -> int:
         questions = _asked.questions

@@ -16,6 +16,7 @@ REDUCTIONS = names_in(
     "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
 )
 CUMULATIVE_OPERATIONS = names_in("cumsum cumprod cummax cummin cumlogsumexp")
+WINDOWS = names_in("reduce_window_sum reduce_window_max reduce_window_min")
 # The same elements in another shape or precision.
 VIEWS = names_in("broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose")
 LOOK_UPS = names_in("slice dynamic_slice gather")
@@ -170,9 +171,17 @@ def _scatter(eqn, params, i, a):
     return moves or target[axes[k]] != updates[window[k]]
 
 
+def _window(eqn, params, i, a):
+    steps = (
+        params["window_dimensions"],
+        params["window_strides"],
+        params["base_dilation"],
+        params["window_dilation"],
+    )
+    return any(step[a] != 1 for step in steps) or tuple(params["padding"][a]) != (0, 0)
+
+
 def _conv(eqn, params, i, a):
-    if symbols_in(params["padding"]):
-        raise CannotMergeError("`conv_general_dilated` with padding that depends on the length")
     return not (i == 0 and a == params["dimension_numbers"].lhs_spec[0])
 
 
@@ -220,6 +229,7 @@ _RULES = {
     **dict.fromkeys(SCATTERS, _scatter),
     "pad": lambda eqn, params, i, a: tuple(params["padding_config"][a]) != (0, 0, 0),
     "conv_general_dilated": _conv,
+    **dict.fromkeys(WINDOWS, _window),
     "fft": _fft,
     "cholesky": _of_matrix,
     "triangular_solve": _triangular_solve,

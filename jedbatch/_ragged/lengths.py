@@ -64,6 +64,7 @@ class LengthFamily:
         they are equal.
       groups: arrays, in any number, that instances are told apart by which of are equally long.
       apart: why instances are recorded by their shapes, by which of these are equal.
+      short: which arrays are empty, bool[arrays] each, in instances that lack rows for some part.
       shared: the arrays that share a symbol, by which are equal.
       known: types of arrays with symbols, by what these depend on (see `Lengths`).
     """
@@ -75,6 +76,7 @@ class LengthFamily:
         self.pairs: dict[Pair, None] = {}
         self.groups: list[list[int]] = []
         self.apart: dict[bytes, str] = {}
+        self.short: set[tuple[bool, ...]] = set()
         self.shared: dict[bytes, list[int]] = {}
         self.known: Memory = Memory(MAX_KNOWN)
 
@@ -241,7 +243,7 @@ class Lengths:
             for i, pattern in zip(members, equal, strict=True):
                 if pattern in family.apart:
                     self.apart = family.apart[pattern]
-                else:
+                elif not (family.short and _empty(families[i][2]) in family.short):
                     general, _, lengths = families[i]
                     types[i] = self._types_of(general, family, lengths, ragged[family], pattern)
         return types
@@ -381,6 +383,14 @@ class Lengths:
             if kind == first and a + steps < len(kinds) and kinds[a + steps] == second
         ]
 
+    def note_short(self, types: RaggedTypes) -> None:
+        """Has instances with the same empty arrays recorded by their shapes from now on.
+
+        Of what is empty there is no part `x[1:]` with one row less.
+        """
+        types.family.short.add(_empty(types.lengths))
+        self.revision += 1
+
     def give_up(self, error: Exception, recorded: RaggedTypes | None) -> None:
         """Tells arrays apart by their shapes from now on.
 
@@ -454,6 +464,10 @@ class Lengths:
 
 def _name(k: int) -> str:
     return LETTERS[k] if k < len(LETTERS) else f"n{k}"
+
+
+def _empty(lengths: Sequence[int]) -> tuple[bool, ...]:
+    return tuple([n == 0 for n in lengths])
 
 
 def _at(extent: Any, length: int) -> int:

@@ -19,13 +19,20 @@ from jax import lax
 
 from jedbatch._jaxpr.gates import Gates, has_finite_derivatives
 from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS
-from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, substituted
+from jedbatch._jaxpr.symbolic_dims import (
+    extent_at,
+    is_ragged,
+    ragged_axes,
+    substituted,
+    symbols_in,
+)
 from jedbatch._jaxpr.versions import Equation, scan_parts
 from jedbatch._ragged.axis_rules import (
     CUMULATIVE_OPERATIONS,
     DRAWS,
     REDUCTIONS,
     SCATTERS,
+    WINDOWS,
     CannotMergeError,
     is_look_up,
     mixed_axes,
@@ -330,7 +337,7 @@ class Padded:
         for axis in ragged_axes(shapes[1]):
             written &= self.exists(shapes[1][:-1], axis)
         numbers = params["dimension_numbers"]
-        if any(i == 0 and a not in numbers.inserted_window_dims for i, a in mixed):
+        if any(i == 2 and a in numbers.update_window_dims for i, a in mixed):
             numbers, indices, written = self._as_single_rows(eqn, indices, mixed)
         named = numbers.scatter_dims_to_operand_dims
         if not named:
@@ -350,17 +357,16 @@ class Padded:
 
     def _as_single_rows(self, eqn, indices, mixed):
         """Returns (numbers, indices, which are written) of a scatter of consecutive rows."""
-        numbers, (shape, _, rows) = (
-            eqn.params["dimension_numbers"],
-            (v.aval.shape for v in eqn.invars),
-        )
+        numbers = eqn.params["dimension_numbers"]
+        shape, _, rows = (v.aval.shape for v in eqn.invars)
         inserted, named = numbers.inserted_window_dims, numbers.scatter_dims_to_operand_dims
-        axes = [a for i, a in mixed if i == 0 and a not in inserted]
-        if indices.ndim > 1 or len(axes) > 1 or axes[0] not in named:
-            raise CannotMergeError(f"`{eqn.primitive.name}` of several rows, at several places")
-        (axis,) = axes
         window = [a for a in range(len(shape)) if a not in inserted]
-        along = numbers.update_window_dims[window.index(axis)]  # of the updates
+        of_window = dict(zip(numbers.update_window_dims, window, strict=True))
+        axes = [a for i, a in mixed if i == 2 and a in of_window]  # of the updates
+        if indices.ndim > 1 or len(axes) > 1 or of_window[axes[0]] not in named:
+            raise CannotMergeError(f"`{eqn.primitive.name}` of several rows, at several places")
+        (along,) = axes
+        axis = of_window[along]
         k, count = named.index(axis), self.length(rows[along])
         steps = lax.iota(jnp.int32, self.size(rows[along]))
         written = (indices[k] >= 0) & (indices[k] + count <= self.length(shape[axis]))
@@ -391,10 +397,74 @@ class Padded:
         )
 
     def _conv(self, eqn, values, mixed):
+        params, kernel = eqn.params, eqn.invars[1].aval.shape
         if any(i for i, _ in mixed):
             raise CannotMergeError("`conv_general_dilated` with a ragged kernel")
-        x = self.masked(values[0], eqn.invars[0].aval.shape, [a for _, a in mixed], 0)
-        return bind_rows(eqn, [x, *values[1:]], self.size)
+        inputs, kernel_axes, outputs = params["dimension_numbers"]
+        spatial = {a: j for j, a in enumerate(inputs[2:])}
+        reach = [
+            (kernel[b] - 1) * dilation + 1
+            for b, dilation in zip(kernel_axes[2:], params["rhs_dilation"], strict=True)
+        ]
+        out = [eqn.outvars[0].aval.shape[b] for b in outputs[2:]]
+        dilations, strides = params["lhs_dilation"], params["window_strides"]
+        windows = {a: (reach[j], strides[j], dilations[j], out[j]) for a, j in spatial.items()}
+        padding = {a: params["padding"][j] for a, j in spatial.items()}
+        x, padding = self._below(eqn, values[0], mixed, windows, padding, 0)
+        of_axes = tuple(padding[a] for a in inputs[2:])
+        return bind_rows(
+            eqn.replace(params={**params, "padding": of_axes}), [x, *values[1:]], self.size
+        )
+
+    def _window(self, eqn, values, mixed):
+        (x,), params = values, eqn.params
+        sizes = zip(params["window_dimensions"], params["window_dilation"], strict=True)
+        reach = [(size - 1) * dilation + 1 for size, dilation in sizes]
+        rest = params["window_strides"], params["base_dilation"], eqn.outvars[0].aval.shape
+        windows = dict(enumerate(zip(reach, *rest, strict=True)))
+        nothing = identity_of(eqn.primitive.name, x.dtype)
+        x, padding = self._below(
+            eqn, x, mixed, windows, dict(enumerate(params["padding"])), nothing
+        )
+        of_axes = tuple(padding[a] for a in range(x.ndim))
+        return bind_rows(eqn.replace(params={**params, "padding": of_axes}), [x], self.size)
+
+    def _below(
+        self,
+        eqn: Equation,
+        x: Array,
+        mixed: Sequence[tuple[int, int]],
+        windows: Mapping[int, tuple[AxisSize, ...]],
+        padding: Mapping[int, Sequence[AxisSize]],
+        nothing: Array,
+    ) -> tuple[Array, dict[int, Sequence[AxisSize]]]:
+        """Returns (an array for a window to move over, the padding that is left to it).
+
+        Args:
+          eqn: of the window.
+          x: the array.
+          mixed: see `mixed_axes`.
+          windows: (rows that it covers, stride, dilation of the rows, extent of the result) by
+            axis.
+          padding: (before, behind) by axis. Where it depends on the length, rows are moved instead.
+          nothing: stands in rows that do not exist.
+        """
+        shape, left = eqn.invars[0].aval.shape, dict(padding)
+        for _, axis in mixed:
+            if not symbols_in(tuple(padding[axis])):
+                x = self.masked(x, shape, [axis], nothing)
+                continue
+            reach, stride, dilation, extent = windows[axis]
+            if dilation != 1:
+                name = eqn.primitive.name
+                raise CannotMergeError(f"`{name}` with padding that depends on the length")
+            count = max(0, self.size(extent) - 1) * stride + reach
+            places = lax.iota(jnp.int32, count) - self.length(padding[axis][0])
+            there = (places >= 0) & (places < self.length(shape[axis]))
+            there = lax.expand_dims(there, [a for a in range(x.ndim) if a != axis])
+            x = jnp.where(there, self._take(x, places, axis), jnp.asarray(nothing, x.dtype))
+            left[axis] = (0, 0)
+        return x, left
 
     def _cholesky(self, eqn, values, mixed):
         (x,), (v,) = values, eqn.invars
@@ -485,6 +555,7 @@ _RULES: dict[str, Callable] = {
     "dot_general": Padded._dot,
     "pad": Padded._pad,
     "conv_general_dilated": Padded._conv,
+    **dict.fromkeys(WINDOWS, Padded._window),
     "reshape": Padded._reshape,
     "scan": Padded._scan,
     **dict.fromkeys(DRAWS, Padded._draw),
@@ -503,9 +574,9 @@ def _as_int32(indices: Array) -> Array:
 
 def identity_of(name: str, dtype: Dtype) -> Array:
     """Returns the identity element of a reduction."""
-    if name in ("reduce_max", "argmax", "cummax", "cumlogsumexp", "top_k"):
+    if name in ("reduce_max", "argmax", "cummax", "cumlogsumexp", "top_k", "reduce_window_max"):
         return _lowest(dtype)
-    if name in ("reduce_min", "argmin", "cummin"):
+    if name in ("reduce_min", "argmin", "cummin", "reduce_window_min"):
         return _highest(dtype)
     return 1 if name in ("reduce_prod", "cumprod", "reduce_and") else 0
 

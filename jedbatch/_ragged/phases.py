@@ -535,7 +535,16 @@ def nonempty_extents(equations: Sequence[Equation]) -> list[tuple[Any, str]]:
             extents.append((extent[eqn.invars[1]], "a mean"))
         elif name in EXTREMES and not _starts(readers.get(out, ())):
             extents += [(eqn.invars[i].aval.shape[a], EXTREMES[name]) for i, a in mixed_axes(eqn)]
+        elif name == "conv_general_dilated":
+            extents += [(d, "a transposed convolution") for d in _dilated(eqn)]
     return extents
+
+
+def _dilated(eqn: Equation) -> list[AxisSize]:
+    """Returns the ragged extents of axes whose rows a convolution moves apart."""
+    shape, params = eqn.invars[0].aval.shape, eqn.params
+    pairs = zip(params["dimension_numbers"].lhs_spec[2:], params["lhs_dilation"], strict=True)
+    return [shape[a] for a, dilation in pairs if dilation != 1 and is_ragged((shape[a],))]
 
 
 def nothing_error(instance: int, operation: str, extent: AxisSize) -> ValueError:

@@ -33,7 +33,7 @@ from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.storage import is_key
-from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
+from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, symbols_in
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.phases import find_phases
 from jedbatch._ragged.renaming import Renaming, written_type
@@ -139,6 +139,17 @@ class RaggedRecord(Record):
         results = tuple([None if k is None else max(-1, k - self.num_arrays) for k in leaves])
         regions = tuple([call.region.id for call in self.calls])
         return super().form, results, regions, self.places, self.ragged
+
+
+def lacks_rows(record: Record, arrays: Sequence[jax.Array]) -> bool:
+    """Returns whether an instance has fewer rows than some part of them has less, as `x[1:]`."""
+    if not isinstance(record, RaggedRecord):
+        return False
+    for call in record.calls:
+        lengths = dict(zip(call.region.symbols, call.lengths(arrays), strict=True))
+        if any(extent_at(e, lengths) < 0 for e in call.region.packed.phased.all_extents):
+            return True
+    return False
 
 
 class Regions:

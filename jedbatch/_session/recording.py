@@ -16,7 +16,7 @@ import numpy as np
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
 from jedbatch._ragged.lengths import RaggedTypes
-from jedbatch._ragged.regions import Cut, Uncut
+from jedbatch._ragged.regions import Cut, Uncut, lacks_rows
 from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.environment import Reached
 from jedbatch._record.instance_arrays import array_type
@@ -132,6 +132,7 @@ class Recording:
             if record is None and (k is None or first.setdefault(k, i) == i)
         ]
         if not new:
+            _set_short_apart(cache, records, arrays, given)
             cache.note_known()
             if self.key is None and not are_plain:
                 cache.keep(subjects, records, arrays, given)
@@ -148,6 +149,7 @@ class Recording:
         for i, k in enumerate(keys):
             if records[i] is None:
                 records[i] = fresh[i if k is None else first[k]]
+        _set_short_apart(cache, records, arrays, given)
         kept = [i for i, k in zip(new, keep, strict=True) if k and keys[i] is not None]
         cache.by_key.add([(keys[i], records[i]) for i in kept])
         if self.key is None:
@@ -195,6 +197,18 @@ class Recording:
                 record(cache.grouping, read)  # complains if lengths are not the reason
                 cache.lengths.give_up(error, attempt.given[attempt.number])
             raise GuardFailed from None
+
+
+def _set_short_apart(
+    cache: RecordCache, records: Sequence[Any], arrays: Sequence[Any], given: Sequence[Any]
+) -> None:
+    """Raises `GuardFailed` if instances without rows are to be recorded by their shapes."""
+    empty = [i for i, types in enumerate(given) if types is not None and 0 in types.lengths]
+    short = [i for i in empty if lacks_rows(records[i], arrays[i])]
+    for i in short:
+        cache.lengths.note_short(given[i])
+    if short:
+        raise GuardFailed
 
 
 def record_either_way(cache: RecordCache, record: Callable) -> Any:
