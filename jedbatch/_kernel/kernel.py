@@ -365,12 +365,15 @@ class Kernel:
         pairs = zip(self._before.constvars, self._before_consts, strict=True)
         found = {v for v, x in pairs if not isinstance(x, Tracer)}
         for eqn in self._before.eqns:
-            if found.issuperset(reads(eqn)):
+            if found.issuperset(reads(eqn)) or eqn.primitive.name == "stop_gradient":
                 found.update(eqn.outvars)
         return found & self._const_set
 
     def is_constant(self, atom: Atom) -> bool:
-        """True of consts that are made of no shared value, which nothing is differentiated by."""
+        """True of consts that nothing is differentiated by.
+
+        Those are made of no shared value, or of what `jax.lax.stop_gradient` gives.
+        """
         return isinstance(atom, Var) and atom in self._constant_set
 
     @functools.cached_property

@@ -2,7 +2,7 @@
 
 import marshal
 import operator
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,12 +30,14 @@ from jedbatch._jaxpr.versions import (
     without_consts,
 )
 from jedbatch._record.closures import function_identity
+from jedbatch._record.environment import Environment
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Leaf
 
 MANY_JAXPRS = 1024  # programs known by identity
 MANY_OPERATIONS = 10_000  # primitives with parameters that are plain
+MANY_FUNCTIONS = 256  # with derivative rules of their own
 MAX_RULES = 3  # of differentiation, each in the program of another
 PLAIN_PARAMS = frozenset({bool, int, float, str, type(None)})
 
@@ -54,10 +56,26 @@ class Keys:
         self._latest: dict[int, tuple[Any, PrimitiveKey, dict]] = Memory(MANY_JAXPRS)
         self._by_identity: dict[tuple, tuple[PrimitiveKey, dict]] = Memory(MANY_JAXPRS)
         self._plain: dict[tuple, PrimitiveKey] = Memory(MANY_OPERATIONS)
+        self._read_by: dict[int, Environment] = Memory(MANY_FUNCTIONS)
         self._in_rules = 0
 
     def __len__(self) -> int:
         return len(self._ids)
+
+    def custom_key(self, fun: Any, rules: Sequence[Any]) -> tuple[Hashable, ...]:
+        """The key of a function with derivative rules.
+
+        Arrays that the function reads are operands. Those that rules read are constants of them: so
+        all that these read now is part of the key.
+        """
+        key = [function_identity(fun, self.reached, self.jaxpr_key)]
+        for rule in rules:
+            key.append(function_identity(rule, program_key=self.jaxpr_key))
+            own = getattr(rule, "f", rule)
+            if id(own) not in self._read_by:
+                self._read_by[id(own)] = Environment(own)
+            key.append(self._read_by[id(own)].written())
+        return ("custom", *key)
 
     def primitive_key(self, primitive: object, params: dict[str, Any]) -> PrimitiveKey:
         """A primitive and its parameters as one object.

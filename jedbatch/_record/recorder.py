@@ -44,7 +44,6 @@ from jedbatch._jaxpr.interpret import has_gradient, returns_nothing
 from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
 from jedbatch._record.cell import Cell, pause
-from jedbatch._record.closures import function_identity
 from jedbatch._record.containers import shared_token, tokens_of_containers
 from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import (
@@ -461,7 +460,7 @@ class Recorder(Trace):
 
     def _custom(self, functions: tuple, call: Callable, tracers: Sequence[Leaf]) -> list[Leaf]:
         """Records a function with a derivative rule of its own, rule included."""
-        fun = functions[0]
+        fun, *rules = functions
         ran = []
 
         def noted(*values):
@@ -469,8 +468,7 @@ class Recorder(Trace):
             return call(*values)
 
         name, variants = getattr(fun, "__name__", "custom"), self.registry.variants
-        known = self.registry.reached, self.registry.keys.jaxpr_key
-        key = ("custom", *(function_identity(part, *known) for part in functions))
+        key = self.registry.keys.custom_key(fun, rules)
         code = getattr(getattr(fun, "f", fun), "__code__", None)
         if code is not None:
             variants.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")

@@ -20,7 +20,7 @@ from jedbatch import checks
 from jedbatch._graph.operations import Alike, CallSpec, CallSpecs, Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.identity import Same, tree_key
-from jedbatch._jaxpr.interpret import one_by_one
+from jedbatch._jaxpr.interpret import one_by_one, performs
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.symbolic_dims import (
     RaggedType,
@@ -83,6 +83,7 @@ class Registry:
       reached: the way to arrays by which they are known, by their ids (see `_record.environment`).
       arrays_reached: these arrays, by the way to them.
       tokens_reached: (type, token) of those that cells were given, by the way to them.
+      is_traced: whether some of them are traced.
       keys: what operations are told apart by.
       operations, operators: how operations and Python's operators on symbols were recorded.
       chains: how operators on one value, and static indices, were recorded.
@@ -124,6 +125,7 @@ class Registry:
         self.reached: Mapping[int, AccessPath] = {}
         self.arrays_reached: Mapping[Any, Any] = {}
         self.tokens_reached: dict[Any, tuple[Any, Hashable]] = {}
+        self.is_traced = False
         self.hidden = Hidden()
         self._number = 0
         self.warned: set[type] = set()  # of performance
@@ -201,6 +203,8 @@ class Registry:
           user_code: whether it might leak tracers.
           static: the static arguments, for people.
         """
+        if self.is_traced and not user_code:
+            key = "traced", key  # there may be a gradient of what is reached, see `_closed`
         full = (key, shared, operands)
         call_specs: dict[Hashable, CallSpec] = self._of_user if user_code else self._ids
         call_spec = call_specs.get(full)
@@ -311,6 +315,7 @@ class Registry:
             self._of_user = self._of_states.setdefault(reached.number, {})
         self.reached = self.keys.reached = reached.ways
         self.arrays_reached = dict(zip(reached.names, reached.arrays, strict=True))
+        self.is_traced = any(isinstance(x, Tracer) for x in reached.arrays)
 
     def is_reached(self, index: int) -> bool:
         """Returns whether a shared value depends on arrays that the function reaches alone."""
@@ -446,7 +451,7 @@ class Registry:
                     "callback or a reference); expected a pure function, since batches pad and "
                     "reorder calls. Return the value and look at it outside."
                 )
-            return self._closed(name, may_differ(one_by_one(jaxpr)), trees[-1])
+            return self._closed(name, may_differ(one_by_one(jaxpr)), trees[-1], shared)
 
     def _traced_alone(self, name: str, traced: Callable) -> Any:
         """Returns the jaxpr of user code, or raises an error if it keeps a traced value."""
@@ -468,8 +473,12 @@ class Registry:
             )
         return jaxpr
 
-    def _closed(self, name, jaxpr, tree):
-        """Makes shared values among the constants of a jaxpr its leading arguments."""
+    def _closed(self, name, jaxpr, tree, shared):
+        """Makes shared values among the constants of a jaxpr its leading arguments.
+
+        JAX refuses a gradient of what a function with a rule for the reverse closes over. Arrays
+        that are reached have none, so that none is asked for.
+        """
         extra = []
         lifted = [isinstance(c, Tracer) or id(c) in self.reached for c in jaxpr.consts]
         for const in itertools.compress(jaxpr.consts, lifted):
@@ -485,17 +494,26 @@ class Registry:
                         "to the cell as an argument."
                     )
                 extra.append(index)
-        if not extra:
+        has_rules = performs(jaxpr, "custom_vjp_call")
+        stopped = [has_rules and self._is_array_reached(s) for s in (*extra, *shared)]
+        if not extra and not any(stopped):
             return jaxpr.replace(consts=list(map(owned, jaxpr.consts))), tree, ()
 
         def call(leading, args):
-            leading = iter(leading)
+            values = [*leading, *args]
+            for i in itertools.compress(range(len(values)), stopped):
+                values[i] = jax.lax.stop_gradient(values[i])
+            leading, args = iter(values[: len(extra)]), values[len(extra) :]
             pairs = zip(jaxpr.consts, lifted, strict=True)
             consts = [next(leading) if is_lifted else owned(c) for c, is_lifted in pairs]
             return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *args)
 
         avals = [self.shared[s].aval for s in extra], list(jaxpr.in_avals)
         return jax.make_jaxpr(call)(*avals), tree, tuple(extra)
+
+    def _is_array_reached(self, index: int) -> bool:
+        array = self.arrays_reached.get(self.shared[index].tracer)
+        return array is not None and not isinstance(array, Tracer)
 
     # --- shared values ---
 
