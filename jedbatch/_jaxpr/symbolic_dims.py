@@ -244,7 +244,8 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
             if SUPPOSES_ENOUGH.fullmatch(sys._getframe(1).f_code.co_name):
                 return False
             _ask(self, other, sys._getframe(1))
-            _note_few(self - other + (compare in (Base.__ge__, Base.__lt__)))
+            if type(other) is int:
+                _note_few(self - other + (compare in (Base.__ge__, Base.__lt__)))
             raise
         if unsound(answer) and not (symmetric and _known_to_differ(self, other)):
             _ask(self, other, sys._getframe(1))
@@ -287,16 +288,15 @@ def _choosing(choose: Callable) -> Callable:
     """The greater or lesser of two extents, which JAX may or may not know."""
 
     def method(self: Any, other: Any) -> Any:
-        difference = self - other
-        _note_few(difference + 1)  # one of both says which it is
-        _note_few(1 - difference)
+        _note_few(self - other + 1)  # one of both says which it is
+        _note_few(other - self + 1)
         return _watched(choose(self, other))
 
     return method
 
 
 def _note_few(extent: AxisSize) -> None:
-    """Notes that JAX asks whether an extent is 1 at least, if it cannot know that."""
+    """Notes that JAX asks whether an extent is 1 at least."""
     if _asked.questions is not None and isinstance(extent, Base):
         _asked.questions.few.append(extent)
 

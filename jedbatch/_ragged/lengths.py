@@ -416,6 +416,7 @@ class Lengths:
         if not bounds or min(bounds) == self.bound:
             return False
         self.bound = min(bounds)
+        self.least = 1  # what was supposed before may have had nothing to do with it
         self.revision += 1
         return True
 

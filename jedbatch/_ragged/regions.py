@@ -146,9 +146,11 @@ def lacks_rows(record: Record, arrays: Sequence[jax.Array]) -> bool:
     if not isinstance(record, RaggedRecord):
         return False
     for call in record.calls:
-        lengths = dict(zip(call.region.symbols, call.lengths(arrays), strict=True))
-        if any(extent_at(e, lengths) < 0 for e in call.region.packed.phased.all_extents):
-            return True
+        phased = call.region.packed.phased
+        if not phased.lacks_nothing:
+            lengths = dict(zip(phased.symbols, call.lengths(arrays), strict=True))
+            if any(extent_at(e, lengths) < 0 for e in phased.all_extents):
+                return True
     return False
 
 
