@@ -129,3 +129,17 @@ def test_transposed_convolutions_need_a_row():
     agrees(batched, fn, (1, 3, 2))
     with pytest.raises(ValueError, match=r"instance 1 .* a transposed convolution of n rows"):
         batched(WEIGHT, sequences((3, 0)))
+
+
+def test_no_more_rows_are_supposed_than_are_needed():
+    """The first rows of a table of positions have a bound; of the first five there may be fewer."""
+    positions = jnp.linspace(0.0, 1.0, 64)[:, None]
+
+    def fn(weight, x):
+        return (positions[: x.shape[0]] * x).sum(0) + jnp.tanh(x[:5] @ weight).sum(0)
+
+    batched = jedbatch.batch(fn, out_axes=None)
+    agrees(batched, fn, SEEN)
+    before = batched.compilations
+    agrees(batched, fn, (4, 1, 2, 7))
+    assert batched.compilations == before
