@@ -136,7 +136,7 @@ def test_no_more_rows_are_supposed_than_are_needed():
     positions = jnp.linspace(0.0, 1.0, 64)[:, None]
 
     def fn(weight, x):
-        return (positions[: x.shape[0]] * x).sum(0) + jnp.tanh(x[:5] @ weight).sum(0)
+        return jnp.tanh(x[:5] @ weight).sum(0) + (positions[: x.shape[0]] * x).sum(0)
 
     batched = jedbatch.batch(fn, out_axes=None)
     agrees(batched, fn, SEEN)
