@@ -6,6 +6,7 @@ A container is the same one in every recording for one structure of shared argum
 from collections.abc import Hashable
 
 import jax
+from jax.core import Tracer
 
 from jedbatch._jaxpr.identity import typed_or_same
 from jedbatch._record.instance_arrays import parts_of
@@ -35,7 +36,8 @@ def tokens_of_containers(registry: Registry, shared: PyTree) -> dict[int, tuple[
             stack += _parts(x)
     for way, (aval, token) in registry.tokens_reached.items():
         array = registry.arrays_reached.get(way)
-        if array is not None and jax.typeof(array) == aval:
+        is_traced = isinstance(array, Tracer)  # which takes the slow path every time
+        if array is not None and not is_traced and jax.typeof(array) == aval:
             tokens[id(array)] = token, None
     return tokens
 
