@@ -28,6 +28,7 @@ from jedbatch._jaxpr.versions import Atom
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._program.arenas import broadcast_flags, take
 from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
+from jedbatch._ragged.instance_rows import InstanceRows, read_instances, write_instances
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
@@ -108,43 +109,39 @@ class InstanceGroup:
             lengths = {s: take(x, calls) for s, x in batch.lengths().items()}
         return InstanceGroup(batch, capacity, calls, alive, lengths, tiles, offset)
 
-    def rows(self, variable: Atom) -> tuple[jax.Array, jax.Array]:
-        """Returns (int32[G, rows], bool[G, rows]): packed rows of a variable, which exist."""
-        batch = self.batch
+    def rows(self, variable: Atom) -> tuple[InstanceRows, int]:
+        """Returns (packed rows of a ragged variable, how many each instance is padded to)."""
         extent = variable.aval.shape[ragged_axis(variable)]
-        e = batch.index(extent)
-        if variable in self.tiles:
-            index = self.offset + lax.iota(jnp.int32, TILE_ROWS)[None]
-        else:
-            size = extent_at(extent, dict.fromkeys(self.lengths, self.capacity))
-            index = lax.iota(jnp.int32, size)[None]
         counts = jnp.maximum(extent_at(extent, self.lengths), 0)
-        counts = jnp.broadcast_to(counts, self.calls.shape)[:, None]
-        starts = take(batch.get("starts", e), self.calls)[:, None]
-        rows = starts + jnp.minimum(index, counts - 1)
-        exist = (index < counts) & self.alive[:, None]
-        return jnp.clip(rows, 0, jnp.maximum(batch.total(e) - 1, 0)), exist
+        starts = take(self.batch.get("starts", self.batch.index(extent)), self.calls)
+        offset, length = self.offset, TILE_ROWS
+        if variable not in self.tiles:
+            offset = jnp.int32(0)
+            length = extent_at(extent, dict.fromkeys(self.lengths, self.capacity))
+        counts = jnp.broadcast_to(counts, self.calls.shape).astype(jnp.int32)
+        return InstanceRows(starts, counts, self.alive, offset), length
 
     def read(self, variable: Atom, x: jax.Array) -> jax.Array:
         """Returns [G, rows, ...] or [G, ...] of a variable; rows beyond the last repeat it."""
         if ragged_axis(variable) is None:
             return take(x, self.calls)
-        return take(x, self.rows(variable)[0])
+        rows, length = self.rows(variable)
+        return read_instances(rows, x, length)
 
     def write(self, variable: Atom, x: jax.Array, new: jax.Array, add: bool = False) -> jax.Array:
         """Returns x, a variable of all calls, with the rows of the group set, or added to."""
-        if ragged_axis(variable) is None:
-            rows, exist = self.calls, self.alive
-        else:
-            rows, exist = self.rows(variable)
-        at = x.at[jnp.where(exist, rows, len(x))]
+        if ragged_axis(variable) is not None:
+            return write_instances(self.rows(variable)[0], x, new, add)
+        at = x.at[jnp.where(self.alive, self.calls, len(x))]
         return (at.add if add else at.set)(new.astype(x.dtype), mode="drop")
 
     def cotangents(self, variable: Atom, x: jax.Array) -> jax.Array:
         """Returns cotangents of a variable; zeros for rows that do not exist."""
-        exist = self.alive if ragged_axis(variable) is None else self.rows(variable)[1]
-        x = self.read(variable, x)
-        return jnp.where(broadcast_flags(exist, x), x, 0)
+        if ragged_axis(variable) is not None:
+            rows, length = self.rows(variable)
+            return read_instances(rows, x, length, zeros=True)
+        x = take(x, self.calls)
+        return jnp.where(broadcast_flags(self.alive, x), x, 0)
 
 
 class InstancePhase:
@@ -249,14 +246,10 @@ class InstancePhase:
             of_shared, of_blocks = pull_back(
                 [group.cotangents(phase.writes[i], cotangents[i]) for i in returned]
             )
-            blocks_alive = [broadcast_flags(group.alive, x) for x in of_blocks]
-            return (
-                [where_alive(moves.any(), x) for x in of_shared],
-                [where_alive(there, x) for there, x in zip(blocks_alive, of_blocks, strict=True)],
-            )
+            return [where_alive(moves.any(), x) for x in of_shared], of_blocks, group.alive
 
         def body(group, sums):
-            of_shared, of_blocks = pulled(group)
+            of_shared, of_blocks, _ = pulled(group)
             return (
                 [a + b for a, b in zip(sums[0], of_shared, strict=True)],
                 [
@@ -269,9 +262,17 @@ class InstancePhase:
             parts_of_groups = list(map(pulled, InstanceGroup.all(batch, moves)))
             of_shared = [
                 sum(x[1:], x[0])
-                for x in zip(*(group_parts for group_parts, _ in parts_of_groups), strict=True)
+                for x in zip(*(group_parts for group_parts, _, _ in parts_of_groups), strict=True)
             ]
-            parts = list(zip(*(group_parts for _, group_parts in parts_of_groups), strict=True))
+            parts = list(
+                zip(
+                    *(
+                        [where_alive(broadcast_flags(alive, x), x) for x in of_blocks]
+                        for _, of_blocks, alive in parts_of_groups
+                    ),
+                    strict=True,
+                )
+            )
             of_operands = [
                 _from_slots(batch, phase.reads[i], x, rest=0)
                 for i, x in zip(moving, parts, strict=True)

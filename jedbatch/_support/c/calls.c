@@ -253,6 +253,105 @@ put_rows(CallFrame *frame)
     return NULL;
 }
 
+/* Where the rows of instances are among packed rows: the arguments of a call from some on. */
+typedef struct {
+    const int32_t *starts, *counts;
+    const char *alive;
+    int64_t offset;
+} Instances;
+
+static Instances
+instances_from(Buffer **given)
+{
+    Instances instances = {given[0]->data, given[1]->data, given[2]->data,
+                           *(int32_t *)given[3]->data};
+    return instances;
+}
+
+/* How many of the next `length` rows of an instance there are among so many packed rows. */
+static int64_t
+rows_there(const Instances *of, int64_t instance, int64_t length, int64_t num_rows)
+{
+    int64_t first = of->starts[instance] + of->offset, count = of->counts[instance] - of->offset;
+    count = count < length ? count : length;
+    count = count < num_rows - first ? count : num_rows - first;
+    return count < 0 || first < 0 ? 0 : count;
+}
+
+/* Reads the rows of instances: of (packed rows, first rows, counts, which exist, first row of each
+ * that is meant), so many for each as the result has. Rows beyond the last repeat it; if a flag is
+ * set they are zeros, and so are those of instances that do not exist. */
+static void *
+read_instances(CallFrame *frame)
+{
+    if (asks_for_metadata(frame))
+        return NULL;
+    const Buffer *packed = frame->arguments.buffers[0], *result = frame->results.buffers[0];
+    Instances of = instances_from(frame->arguments.buffers + 1);
+    int zeros = *frame->attributes.values[0]->data != 0;
+    int64_t length = result->dims[1], num_rows = packed->dims[0];
+    size_t size = row_size(packed);
+    const char *rows = packed->data;
+    char *out = result->data;
+    for (int64_t g = 0; g < result->dims[0]; g++, out += size * (size_t)length) {
+        int64_t there = rows_there(&of, g, length, num_rows);
+        if (zeros && !of.alive[g])
+            there = 0;
+        if (there)
+            memcpy(out, rows + size * (size_t)(of.starts[g] + of.offset), size * (size_t)there);
+        if (zeros) {
+            memset(out + size * (size_t)there, 0, size * (size_t)(length - there));
+            continue;
+        }
+        int64_t last = clamped((int64_t)of.starts[g] + of.counts[g] - 1, num_rows);
+        for (int64_t i = there; i < length; i++)
+            memcpy(out + size * (size_t)i, rows + size * (size_t)last, size);
+    }
+    return NULL;
+}
+
+#define ADD_ALL(name, type)                                                                       \
+    static void name(type *restrict out, const type *restrict given, size_t items)                \
+    {                                                                                             \
+        for (size_t j = 0; j < items; j++)                                                        \
+            out[j] += given[j];                                                                   \
+    }
+
+ADD_ALL(add_float32, float)
+ADD_ALL(add_float64, double)
+
+/* Writes the rows of instances in place: of (packed rows, rows of instances, and where they are as
+ * in `read_instances`). They are added if a flag is set. */
+static void *
+write_instances(CallFrame *frame)
+{
+    if (asks_for_metadata(frame))
+        return NULL;
+    Buffer **given = frame->arguments.buffers, *result = frame->results.buffers[0];
+    Instances of = instances_from(given + 2);
+    int add = *frame->attributes.values[0]->data != 0;
+    int64_t length = given[1]->dims[1], num_rows = result->dims[0];
+    size_t size = row_size(result);
+    char *packed = result->data;
+    const char *rows = given[1]->data;
+    if (packed != given[0]->data) /* the same memory, as XLA was told */
+        memcpy(packed, given[0]->data, size * (size_t)num_rows);
+    for (int64_t g = 0; g < given[1]->dims[0]; g++, rows += size * (size_t)length) {
+        int64_t there = of.alive[g] ? rows_there(&of, g, length, num_rows) : 0;
+        if (!there)
+            continue;
+        char *out = packed + size * (size_t)(of.starts[g] + of.offset);
+        size_t bytes = size * (size_t)there;
+        if (!add)
+            memcpy(out, rows, bytes);
+        else if (result->dtype == FLOAT32)
+            add_float32((float *)out, (const float *)rows, bytes / 4);
+        else
+            add_float64((double *)out, (const double *)rows, bytes / 8);
+    }
+    return NULL;
+}
+
 /* Leaves its results as they are. */
 static void *
 uninitialized(CallFrame *frame)
@@ -267,10 +366,12 @@ xla_calls(PyObject *module, PyObject *nothing)
 {
     (void)module;
     (void)nothing;
-    static const char *const names[] = {"uninitialized", "take_rows", "put_rows"};
-    void *(*const functions[])(CallFrame *) = {uninitialized, take_rows, put_rows};
+    static const char *const names[] = {"uninitialized", "take_rows", "put_rows", "read_instances",
+                                        "write_instances"};
+    void *(*const functions[])(CallFrame *) = {uninitialized, take_rows, put_rows, read_instances,
+                                               write_instances};
     PyObject *calls = PyDict_New();
-    for (int i = 0; calls != NULL && i < 3; i++) {
+    for (int i = 0; calls != NULL && i < 5; i++) {
         void *address;
         memcpy(&address, &functions[i], sizeof address); /* C has no cast from functions to data */
         PyObject *capsule = PyCapsule_New(address, NULL, NULL);
