@@ -28,7 +28,12 @@ from jedbatch._jaxpr.versions import Atom
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._program.arenas import broadcast_flags, take
 from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
-from jedbatch._ragged.instance_rows import InstanceRows, read_instances, write_instances
+from jedbatch._ragged.instance_rows import (
+    InstanceRows,
+    find_members,
+    read_instances,
+    write_instances,
+)
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
@@ -59,6 +64,7 @@ class InstanceGroup:
       alive: bool[G], whether there is such an instance, and in the reverse, whether something comes
         back to it; if not, another one takes its place.
       lengths: int32[G] for every symbol.
+      starts: int32[G] for every extent, the first rows.
       tiles: the axes of variables along which there is a tile only.
       offset: the first row of the tile.
     """
@@ -68,6 +74,7 @@ class InstanceGroup:
     calls: jax.Array
     alive: jax.Array
     lengths: Mapping[str, jax.Array]
+    starts: Sequence[jax.Array]
     tiles: Axes
     offset: jax.Array
 
@@ -95,30 +102,24 @@ class InstanceGroup:
 
         `moves`, bool[K], says to which something comes back, if only these are to be run.
         """
-        calls = batch.get("order", start=first, size=size)
-        alive = calls < batch.capacity.calls
-        if batch.capacity.slots or moves is not None:
-            stand_in = jnp.int32(0)  # the first call exists, and may be longer than a slot
-            if moves is not None:
-                alive &= moves[jnp.where(alive, calls, 0)]
-                stand_in = jnp.argmax(moves).astype(jnp.int32)
-            calls = jnp.where(alive, calls, stand_in)
-            lengths = {s: jnp.minimum(take(x, calls), capacity) for s, x in batch.lengths().items()}
-        else:
-            calls = jnp.where(alive, calls, calls[0])  # the first of a group exists
-            lengths = {s: take(x, calls) for s, x in batch.lengths().items()}
-        return InstanceGroup(batch, capacity, calls, alive, lengths, tiles, offset)
+        members = batch.members(size, capacity, moves is None)
+        calls, alive, columns = find_members(members, batch.table, first, moves)
+        lengths = dict(zip(batch.symbols, columns, strict=False))
+        starts = columns[len(lengths) :]
+        return InstanceGroup(batch, capacity, calls, alive, lengths, starts, tiles, offset)
 
     def rows(self, variable: Atom) -> tuple[InstanceRows, int]:
         """Returns (packed rows of a ragged variable, how many each instance is padded to)."""
         extent = variable.aval.shape[ragged_axis(variable)]
-        counts = jnp.maximum(extent_at(extent, self.lengths), 0)
-        starts = take(self.batch.get("starts", self.batch.index(extent)), self.calls)
+        counts = self.lengths.get(str(extent))
+        if counts is None:
+            counts = jnp.maximum(extent_at(extent, self.lengths), 0)
+            counts = jnp.broadcast_to(counts, self.calls.shape).astype(jnp.int32)
+        starts = self.starts[self.batch.index(extent)]
         offset, length = self.offset, TILE_ROWS
         if variable not in self.tiles:
             offset = jnp.int32(0)
             length = extent_at(extent, dict.fromkeys(self.lengths, self.capacity))
-        counts = jnp.broadcast_to(counts, self.calls.shape).astype(jnp.int32)
         return InstanceRows(starts, counts, self.alive, offset), length
 
     def read(self, variable: Atom, x: jax.Array) -> jax.Array:

@@ -1,14 +1,17 @@
-"""Rows of instances that run together: read from packed rows, padded to one length, and written back.
+"""Instances that run together: which they are, and their rows, read from packed ones and written.
+
+Their numbers are in the table of a minibatch, one group after the other (see `_ragged.packing`). So
+are first rows and lengths, by number. Rows are padded to one length:
 
     packed      a0 a1 a2 b0 c0 c1       first rows 0, 3, 4, counts 3, 1, 2
     read        [a0 a1 a2 a2] [b0 b0 b0 b0] [c0 c1 c1 c1]        or zeros behind the last
 
-The rows of an instance lie together, so a CPU copies them at once: reading and writing are calls of
-a function that copies memory (see `_jaxpr.native_calls`), where XLA computes a place for every
-number, and has a program to compile for every array and every length. Elsewhere they are gathers
-and scatters.
+The rows of an instance lie together, so a CPU copies them at once. All this are calls of functions
+of the core (see `_jaxpr.native_calls`), where XLA computes a place for every number, and has
+programs to compile for every array and every length. Elsewhere they are gathers and scatters.
 
-Letters: `G` instances that run together, `L` rows that each is padded to, `R` packed rows.
+Letters: `G` instances that run together, `L` rows that each is padded to, `R` packed rows, `K`
+calls that there is room for.
 """
 
 import functools
@@ -24,9 +27,50 @@ from jax.interpreters import ad, batching
 
 from jedbatch._jaxpr.native_calls import register_lowering
 from jedbatch._jaxpr.storage import is_key
-from jedbatch._program.arenas import broadcast_flags, take
+from jedbatch._program.arenas import broadcast_flags, slice_rows, take
 from jedbatch._program.rows import SUMMED_BY_CALLS
 from jedbatch._support.types import Array
+
+
+class Members(NamedTuple):
+    """Which instances run together, of which there is a table.
+
+    Attributes:
+      order: where the numbers of calls begin in it, of which K stands for none.
+      calls: K.
+      size: G.
+      columns: where further numbers of all calls begin in it.
+      limits: numbers in the first columns are so large at most; one for each of them.
+      first: whether the first of them takes the place of one that does not exist; if not, it is
+        the first call, or the first to which something comes back.
+    """
+
+    order: int
+    calls: int
+    size: int
+    columns: tuple[int, ...]
+    limits: tuple[int, ...]
+    first: bool
+
+
+def find_members(
+    of: Members, table: Array, place: Array, moves: Array | None
+) -> tuple[Array, Array, list[Array]]:
+    """Returns the instances from a place of the order on.
+
+    Args:
+      of: which these are.
+      table: int32[Z].
+      place: int32[], in the order.
+      moves: bool[K], to which something comes back, if only these are to be run.
+
+    Returns:
+      int32[G], their numbers; bool[G], whether there is such an instance; and int32[G] for each
+      column, numbers of theirs. Of one that does not exist they are those of another one.
+    """
+    given = [] if moves is None else [moves]
+    calls, alive, *columns = members_p.bind(table, jnp.asarray(place, jnp.int32), *given, of=of)
+    return calls, alive, columns
 
 
 class InstanceRows(NamedTuple):
@@ -69,6 +113,21 @@ def write_instances(rows: InstanceRows, x: Array, new: Array, add: bool = False)
 # --- as operations of XLA ---
 
 
+def _members(table: Array, place: Array, *moves: Array, of: Members) -> list[Array]:
+    calls = slice_rows(table, of.order + place, of.size)
+    alive = calls < of.calls
+    if moves:
+        alive &= moves[0][jnp.where(alive, calls, 0)]
+        stand_in = jnp.argmax(moves[0]).astype(jnp.int32)
+    else:
+        stand_in = calls[0] if of.first else jnp.int32(0)
+    calls = jnp.where(alive, calls, stand_in)
+    columns = [take(table[start : start + of.calls], calls) for start in of.columns]
+    for i, limit in enumerate(of.limits):
+        columns[i] = jnp.minimum(columns[i], limit)
+    return [calls, alive, *columns]
+
+
 def _places(
     starts: Array, counts: Array, alive: Array, offset: Array, length: int
 ) -> tuple[Array, Array]:
@@ -93,8 +152,16 @@ def _written(x: Array, new: Array, *rows: Array, add: bool) -> Array:
 
 # --- as calls ---
 
+members_p = Primitive("instances")
+members_p.multiple_results = True
 read_p = Primitive("read_instances")
 write_p = Primitive("write_instances")
+
+
+@members_p.def_abstract_eval
+def _types_of_members(table, place, *moves, of):
+    number = ShapedArray((of.size,), np.int32)
+    return [number, ShapedArray((of.size,), np.bool_), *[number] * len(of.columns)]
 
 
 @read_p.def_abstract_eval
@@ -105,6 +172,11 @@ def _type_read(x, starts, *rows, length, zeros):
 @write_p.def_abstract_eval
 def _type_written(x, *given, add):
     return ShapedArray(x.shape, x.dtype)
+
+
+def _numbers_of_members(*, of: Members) -> dict[str, Any]:
+    numbers = (of.order, of.calls, of.first, len(of.limits), *of.limits, *of.columns)
+    return {"numbers": np.array(numbers, np.int64)}
 
 
 def _numbers(**flags: Any) -> dict[str, Any]:
@@ -124,11 +196,17 @@ def _push(primitive: Primitive, linear: int) -> Any:
     return rule
 
 
+def _no_tangents(primals: Any, tangents: Any, *, of: Members) -> Any:
+    outs = members_p.bind(*primals, of=of)
+    return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+
+
 def _over_lanes(operations: Any) -> Any:
     """Returns the rule of `vmap`: that of operations of XLA."""
 
     def rule(args: Any, axes: Any, **params: Any) -> Any:
-        return jax.vmap(functools.partial(operations, **params), axes)(*args), 0
+        outs = jax.vmap(functools.partial(operations, **params), axes)(*args)
+        return outs, jax.tree.map(lambda _: 0, outs)
 
     return rule
 
@@ -137,11 +215,12 @@ def _aliases(**flags: Any) -> dict[str, Any]:
     return {**_numbers(**flags), "aliases": {0: 0}}
 
 
-for _primitive, _operations, _attributes, _linear in (
-    (read_p, _read, _numbers, 1),
-    (write_p, _written, _aliases, 2),
+for _primitive, _operations, _attributes, _rule in (
+    (members_p, _members, _numbers_of_members, _no_tangents),
+    (read_p, _read, _numbers, _push(read_p, 1)),
+    (write_p, _written, _aliases, _push(write_p, 2)),
 ):
     _primitive.def_impl(_operations)
     register_lowering(_primitive, _primitive.name, _operations, _attributes)
-    ad.primitive_jvps[_primitive] = _push(_primitive, _linear)
+    ad.primitive_jvps[_primitive] = _rule
     batching.primitive_batchers[_primitive] = _over_lanes(_operations)

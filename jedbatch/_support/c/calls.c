@@ -253,6 +253,50 @@ put_rows(CallFrame *frame)
     return NULL;
 }
 
+/* Which instances run together: of (table, place, and which may, if there is a third argument), with
+ * the numbers
+ *
+ *     order, calls, is_first, limits, (limit...), (column...)
+ *
+ * their numbers table[order + place...], which of them exist, and numbers of theirs from columns of
+ * the table, of which the first have limits. The numbers of one that does not exist are those of
+ * the first, or else of the first that may. */
+static void *
+instances(CallFrame *frame)
+{
+    if (asks_for_metadata(frame))
+        return NULL;
+    Buffer **given = frame->arguments.buffers, **results = frame->results.buffers;
+    const int32_t *table = given[0]->data;
+    const char *may = frame->arguments.size > 2 ? given[2]->data : NULL;
+    const int64_t *numbers = frame->attributes.values[0]->data;
+    int64_t num_calls = numbers[1], num_limits = numbers[3], size = results[0]->dims[0];
+    const int64_t *limits = numbers + 4, *columns = limits + num_limits;
+    int64_t place = numbers[0] + *(int32_t *)given[1]->data;
+    const int32_t *order = table + clamped(place, given[0]->dims[0] - size + 1);
+    int32_t *calls = results[0]->data, stand_in = 0;
+    char *alive = results[1]->data;
+    if (may != NULL) {
+        while (stand_in < num_calls && !may[stand_in])
+            stand_in++;
+        stand_in = stand_in < num_calls ? stand_in : 0;
+    }
+    else if (numbers[2] && size)
+        stand_in = order[0];
+    for (int64_t g = 0; g < size; g++) {
+        alive[g] = order[g] < num_calls && (may == NULL || may[order[g]]);
+        calls[g] = (int32_t)clamped(alive[g] ? order[g] : stand_in, num_calls);
+    }
+    for (int64_t c = 0; c < frame->results.size - 2; c++) {
+        int32_t *out = results[2 + c]->data;
+        for (int64_t g = 0; g < size; g++) {
+            int32_t number = table[columns[c] + calls[g]];
+            out[g] = c < num_limits && number > limits[c] ? (int32_t)limits[c] : number;
+        }
+    }
+    return NULL;
+}
+
 /* Where the rows of instances are among packed rows: the arguments of a call from some on. */
 typedef struct {
     const int32_t *starts, *counts;
@@ -366,12 +410,12 @@ xla_calls(PyObject *module, PyObject *nothing)
 {
     (void)module;
     (void)nothing;
-    static const char *const names[] = {"uninitialized", "take_rows", "put_rows", "read_instances",
-                                        "write_instances"};
-    void *(*const functions[])(CallFrame *) = {uninitialized, take_rows, put_rows, read_instances,
-                                               write_instances};
+    static const char *const names[] = {"uninitialized", "take_rows", "put_rows", "instances",
+                                        "read_instances", "write_instances"};
+    void *(*const functions[])(CallFrame *) = {uninitialized, take_rows, put_rows, instances,
+                                               read_instances, write_instances};
     PyObject *calls = PyDict_New();
-    for (int i = 0; calls != NULL && i < 5; i++) {
+    for (int i = 0; calls != NULL && i < 6; i++) {
         void *address;
         memcpy(&address, &functions[i], sizeof address); /* C has no cast from functions to data */
         PyObject *capsule = PyCapsule_New(address, NULL, NULL);
