@@ -93,5 +93,15 @@ def register_lowering(
     mlir.register_lowering(primitive, lower_on_cpu, platform="cpu")
 
 
+def over_lanes_of(operations: Callable) -> Callable:
+    """Returns the rule of `vmap` for a primitive: that of operations of XLA."""
+
+    def rule(args: Any, axes: Any, **params: Any) -> Any:
+        outs = jax.vmap(functools.partial(operations, **params), axes)(*args)
+        return outs, jax.tree.map(lambda _: 0, outs)
+
+    return rule
+
+
 if (_core := native.core()) is not None:
     _register(_core)

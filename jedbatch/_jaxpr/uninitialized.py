@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
+from jax.interpreters import batching
 
 from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.native_calls import register_lowering
@@ -18,10 +19,15 @@ from jedbatch._support.types import Array, Dtype
 NAME = "uninitialized"
 
 uninitialized_p = Primitive("uninitialized")
+unfilled_p = Primitive("unfilled")
 
 
 def uninitialized(
-    shape: tuple[int, ...], dtype: Dtype, name: str, number: Array | None = None
+    shape: tuple[int, ...],
+    dtype: Dtype,
+    name: str,
+    number: Array | None = None,
+    filled: Array | None = None,
 ) -> Array:
     """Returns an array of any values.
 
@@ -32,25 +38,36 @@ def uninitialized(
         copy.
       number: int32[], tells it apart from others of its name, which is that of all uses of a
         function; None if there is one.
+      filled: int32[], how many rows will be written: those behind them are zeros; None if all are,
+        or nobody reads the others.
     """
     given = [] if number is None else [number]
-    return uninitialized_p.bind(*given, shape=shape, dtype=np.dtype(dtype), name=name)
+    kind = {"shape": shape, "dtype": np.dtype(dtype), "name": name}
+    if filled is None:
+        return uninitialized_p.bind(*given, **kind)
+    return unfilled_p.bind(filled, *given, **kind)
 
 
-@uninitialized_p.def_impl
 def _zeros(*_, shape, dtype, name):
     return jnp.zeros(shape, dtype)
 
 
-@uninitialized_p.def_abstract_eval
 def _type(*_, shape, dtype, name):
     return ShapedArray(shape, dtype)
 
 
-register_lowering(
-    uninitialized_p,
-    NAME,
-    _zeros,
-    lambda *, name, **_: {"name": name},
-    is_wanted=lambda **_: not finds_faults(),
-)
+def _over_lanes(args, axes, **kind):
+    return _zeros(**kind), None
+
+
+for _primitive in (uninitialized_p, unfilled_p):
+    _primitive.def_impl(_zeros)
+    _primitive.def_abstract_eval(_type)
+    batching.primitive_batchers[_primitive] = _over_lanes
+    register_lowering(
+        _primitive,
+        _primitive.name,
+        _zeros,
+        lambda *, name, **_: {"name": name},
+        is_wanted=lambda **_: not finds_faults(),
+    )

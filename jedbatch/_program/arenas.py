@@ -59,11 +59,16 @@ def zeros(rows: int, kind: tuple[tuple[int, ...], Dtype]) -> Array:
 
 
 def empty(
-    rows: int, kind: tuple[tuple[int, ...], Dtype], *name: Any, number: Array | None = None
+    rows: int,
+    kind: tuple[tuple[int, ...], Dtype],
+    *name: Any,
+    number: Array | None = None,
+    filled: Array | None = None,
 ) -> Array:
     """An arena, any of whose rows is read only after it is written.
 
-    `name`, and with it `number`, are its own (see `uninitialized`).
+    `name`, and with it `number`, are its own, and rows behind those `filled` are zeros (see
+    `uninitialized`).
     """
     shape, dtype = kind
-    return uninitialized((rows, *shape), dtype, " ".join(map(str, name)), number)
+    return uninitialized((rows, *shape), dtype, " ".join(map(str, name)), number, filled)

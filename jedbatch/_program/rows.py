@@ -22,7 +22,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from jedbatch._jaxpr.native_calls import register_lowering
+from jedbatch._jaxpr.native_calls import over_lanes_of, register_lowering
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.target import Target
 from jedbatch._program.arenas import put, slice_rows, take
@@ -312,16 +312,6 @@ def _put_tangents(primals: Any, tangents: Any, *, writes: Sequence[Write]) -> An
     return outs, out_tangents
 
 
-def _over_lanes_of(operations: Callable) -> Callable:
-    """Returns the rule of `vmap` for a primitive: that of operations of XLA."""
-
-    def rule(args: Any, axes: Any, **params: Any) -> Any:
-        outs = jax.vmap(functools.partial(operations, **params), axes)(*args)
-        return outs, [0] * len(outs)
-
-    return rule
-
-
 for _primitive, _operations, _numbers, _tangents in (
     (take_rows_p, _taken, _numbers_of_reads, _take_tangents),
     (put_rows_p, _put_one_by_one, _numbers_of_writes, _put_tangents),
@@ -329,4 +319,4 @@ for _primitive, _operations, _numbers, _tangents in (
     _primitive.def_impl(_operations)
     register_lowering(_primitive, _primitive.name, _operations, _numbers)
     ad.primitive_jvps[_primitive] = _tangents
-    batching.primitive_batchers[_primitive] = _over_lanes_of(_operations)
+    batching.primitive_batchers[_primitive] = over_lanes_of(_operations)

@@ -14,7 +14,6 @@ Letters: `G` instances that run together, `L` rows that each is padded to, `R` p
 calls that there is room for.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +24,7 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
-from jedbatch._jaxpr.native_calls import register_lowering
+from jedbatch._jaxpr.native_calls import over_lanes_of, register_lowering
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._program.arenas import broadcast_flags, slice_rows, take
 from jedbatch._program.rows import SUMMED_BY_CALLS
@@ -196,31 +195,17 @@ def _push(primitive: Primitive, linear: int) -> Any:
     return rule
 
 
-def _no_tangents(primals: Any, tangents: Any, *, of: Members) -> Any:
-    outs = members_p.bind(*primals, of=of)
-    return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
-
-
-def _over_lanes(operations: Any) -> Any:
-    """Returns the rule of `vmap`: that of operations of XLA."""
-
-    def rule(args: Any, axes: Any, **params: Any) -> Any:
-        outs = jax.vmap(functools.partial(operations, **params), axes)(*args)
-        return outs, jax.tree.map(lambda _: 0, outs)
-
-    return rule
-
-
 def _aliases(**flags: Any) -> dict[str, Any]:
     return {**_numbers(**flags), "aliases": {0: 0}}
 
 
-for _primitive, _operations, _attributes, _rule in (
-    (members_p, _members, _numbers_of_members, _no_tangents),
-    (read_p, _read, _numbers, _push(read_p, 1)),
-    (write_p, _written, _aliases, _push(write_p, 2)),
+for _primitive, _operations, _attributes in (
+    (members_p, _members, _numbers_of_members),
+    (read_p, _read, _numbers),
+    (write_p, _written, _aliases),
 ):
     _primitive.def_impl(_operations)
     register_lowering(_primitive, _primitive.name, _operations, _attributes)
-    ad.primitive_jvps[_primitive] = _rule
-    batching.primitive_batchers[_primitive] = _over_lanes(_operations)
+    batching.primitive_batchers[_primitive] = over_lanes_of(_operations)
+ad.primitive_jvps[read_p] = _push(read_p, 1)
+ad.primitive_jvps[write_p] = _push(write_p, 2)

@@ -27,6 +27,7 @@ from jedbatch._program.arenas import row, take
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import Groups
 from jedbatch._ragged.instance_rows import Members
+from jedbatch._ragged.moving_calls import moving_calls
 from jedbatch._support.types import AxisSize
 
 MIN_WIDE_BLOCKS = 1.5  # that there is room for, where blocks are that wide
@@ -276,12 +277,11 @@ class PackedBatch:
             by_extent.setdefault(None if axis is None else v.aval.shape[axis], []).append(i)
         for extent, own in by_extent.items():
             if extent is None:
-                call, total = jnp.arange(num_calls), self.get("calls")[0]
+                call, total = jnp.arange(num_calls, dtype=jnp.int32), self.get("calls")[0]
             else:
                 e = self.index(extent)
                 call, total = self.get("call", e), self.total(e)
-            exists = jnp.arange(len(call)) < total
-            found = moving_calls(call, exists, [cotangents[i] for i in own], num_calls)
+            found = moving_calls(call, total, [cotangents[i] for i in own], num_calls)
             for i, flags in zip(own, found, strict=True):
                 moves[i] = flags
         return moves
@@ -301,30 +301,3 @@ def row_shape(variable: Atom) -> tuple[int, ...]:
     """Returns the shape of a variable without its ragged axis."""
     axis = ragged_axis(variable)
     return tuple(d for a, d in enumerate(variable.aval.shape) if a != axis)
-
-
-def moving_calls(
-    call: jax.Array, exists: jax.Array, cotangents: Sequence[jax.Array | None], num_calls: int
-) -> list[jax.Array]:
-    """Returns bool[K] for each cotangent: the calls some row of which has another one than 0.
-
-    Cotangents of packed rows are zeros where a loss does not read what an instance returns. Zeros
-    that it does send back for all rows of a call cannot be told from these.
-
-    Args:
-      call: int32[R], the call of every row.
-      exists: bool[R], whether there is such a row.
-      cotangents: [R, ...] each; None where there is none.
-      num_calls: K.
-    """
-    moves = [
-        exists & (x != 0).reshape(len(call), -1).any(axis=1) for x in cotangents if x is not None
-    ]
-    nothing = jnp.zeros(num_calls, bool)
-    if not moves:
-        return [nothing] * len(cotangents)
-    # All at once; and numbers are added up: XLA:GPU has no atomic operation for bits.
-    flags = jnp.stack(moves) if len(moves) > 1 else moves[0][None]
-    counts = jnp.zeros((len(moves), num_calls), jnp.int32).at[:, call].add(flags.astype(jnp.int32))
-    found = iter([counts[k] > 0 for k in range(len(moves))])
-    return [nothing if x is None else next(found) for x in cotangents]

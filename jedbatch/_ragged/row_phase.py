@@ -6,7 +6,7 @@ rows on a CPU); how many of each there are is data, so few rows are computed tha
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -22,14 +22,15 @@ from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Equation
-from jedbatch._jaxpr.zeros import where_alive
+from jedbatch._jaxpr.zeros import Sources, where_alive
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import KernelVjp, differentiable
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import broadcast_flags, empty, put, slice_rows, take, zeros
 from jedbatch._program.lanes import Lane, Lanes, each_block, reverse_lanes, run_lanes
 from jedbatch._ragged.axis_rules import is_look_up
-from jedbatch._ragged.packing import PackedBatch, RowCapacity, moving_calls, ragged_axis, row_shape
+from jedbatch._ragged.moving_calls import moving_calls
+from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.row_rules import run_row
 from jedbatch._support.types import Array
@@ -184,8 +185,7 @@ class RowFunction:
         self, arguments: RowArguments, cotangents: Sequence[jax.Array | None]
     ) -> list[jax.Array]:
         """Returns bool[K] for each result: the calls to which something comes back through it."""
-        exists = jnp.arange(self.capacity) < arguments.total
-        return moving_calls(arguments.call, exists, cotangents, self.num_calls)
+        return moving_calls(arguments.call, arguments.total, cotangents, self.num_calls)
 
     def operands_at(self, arguments: RowArguments, lane: Lane, width: int) -> list[jax.Array]:
         """Returns the operands of `width` rows from `lane` on."""
@@ -202,38 +202,24 @@ class RowFunction:
             rows.append(x)
         return rows
 
-    def unwritten(self, number: jax.Array, kind: Kind, *name: Any) -> jax.Array:
-        """Returns R rows, each of which is written before it is read.
-
-        `name` is their own in the phase of a number.
-        """
+    def unwritten(self, arguments: RowArguments, kind: Kind, *name: Any) -> jax.Array:
+        """Returns R rows, each of which is written before it is read; `name` is their own."""
         if self.buckets is None:
             return zeros(self.capacity, kind)
-        return empty(self.capacity, kind, "rows", *name, number=number)
+        return empty(self.capacity, kind, "rows", *name, number=arguments.number)
 
-    def with_zeros_behind(
-        self, trips: jax.Array | None, arrays: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """Returns R rows each, of which those that no block will write are zeros.
+    def unfilled(self, arguments: RowArguments, kind: Kind, *name: Any) -> jax.Array:
+        """Returns R rows, of which those that no block will write are zeros; `name` is their own.
 
         Others may be anything. What is next may read all of them, or add them up.
-
-        Args:
-          trips: how many blocks of each width there will be; None if all rows are one.
-          arrays: of R rows each.
         """
-        if self.buckets is None or trips is None or not arrays or not self.capacity:
-            return list(arrays)
-        width = min(self.capacity, max(self.buckets.widths))
-        nothing, last = [jnp.zeros_like(x[:width]) for x in arrays], self.capacity - width
-
-        def block(i: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-            start = jnp.minimum(i * width, last)
-            return [put(x, y, start) for x, y in zip(arrays, nothing, strict=True)]
-
-        written = sum(trips[i] * w for i, w in enumerate(self.buckets.widths))
-        first = jnp.asarray(written, jnp.int32) // width
-        return lax.fori_loop(first, -(-self.capacity // width), block, list(arrays))
+        if self.buckets is None or arguments.trips is None:
+            return zeros(self.capacity, kind)
+        widths = np.array(self.buckets.widths, np.int32)
+        filled = (arguments.trips * widths).sum(dtype=jnp.int32)
+        return empty(
+            self.capacity, kind, "rows", *name, number=arguments.number, filled=filled
+        )
 
     def _forward(
         self, arguments: RowArguments, keep_residuals: bool
@@ -247,14 +233,11 @@ class RowFunction:
             out = run_lanes(kernel, arguments.consts, operands, width, keep_residuals)
             return [put(x, y, lane) for x, y in zip(state, [*out[0], *out[1]], strict=True)]
 
-        results = [
-            self.unwritten(arguments.number, (t.shape, t.dtype), "result", n)
+        made = [
+            self.unfilled(arguments, (t.shape, t.dtype), "result", n)
             for n, t in enumerate(kernel.results)
         ]
-        made = self.with_zeros_behind(arguments.trips, results)
-        made += [
-            self.unwritten(arguments.number, kind, "residual", n) for n, kind in enumerate(saved)
-        ]
+        made += [self.unwritten(arguments, kind, "residual", n) for n, kind in enumerate(saved)]
         state = each_block(self.buckets, self.capacity, arguments.more, block, made)
         return state[: len(kernel.results)], state[len(kernel.results) :]
 
@@ -299,18 +282,28 @@ class RowReverse:
         """The operands that have a cotangent."""
         return [j for j, t in enumerate(self.function.kernel.operands) if differentiable(t)]
 
-    def _moving_rows(self) -> list[jax.Array]:
-        """Returns bool[R] for each result: which rows exist, of calls in which it moves."""
-        call, function = self.arguments.call, self.function
+    def _moving_rows(self) -> dict[Sources, jax.Array]:
+        """Returns bool[R] for some results: which rows exist, of calls in which one of them moves.
+
+        These are all sets of results that a block asks for, so that it reads each at once.
+        """
+        function, back = self.function, self.function.kernel.reverse
         exists = jnp.arange(function.capacity) < self.arguments.total
-        nothing = jnp.zeros(function.capacity, bool)
-        return [
-            exists & calls[call] if self.has_cotangent(s) else nothing
-            for s, calls in enumerate(self.moving_calls)
-        ]
+        wanted = [Sources([s]) for s in back.returned]
+        wanted += [Sources(back.flow[j]) for j in self._moving]
+        wanted += [Sources(s) for tap in back.taps for s in tap.sources]
+        rows = {}
+        for sources in dict.fromkeys(wanted):
+            calls = [self.moving_calls[s] for s in sorted(sources) if self.has_cotangent(s)]
+            if calls:
+                moves = functools.reduce(jnp.logical_or, calls)
+                rows[sources] = exists & moves[self.arguments.call]
+            else:
+                rows[sources] = jnp.zeros(function.capacity, bool)
+        return rows
 
     def _cotangents_at(
-        self, moves: Sequence[jax.Array], lane: Lane, width: int
+        self, moves: Mapping[Sources, jax.Array], lane: Lane, width: int
     ) -> tuple[list[jax.Array | None], dict[int, jax.Array]]:
         """Returns (cotangents of results, bool[width]: where they exist, by result) of rows."""
         kernel = self.function.kernel
@@ -318,7 +311,7 @@ class RowReverse:
         alive = {}
         for s in kernel.reverse.returned:
             has_cotangent, result = self.has_cotangent(s), kernel.results[s]
-            alive[s] = slice_rows(moves[s], lane, width)
+            alive[s] = slice_rows(moves[Sources([s])], lane, width)
             if has_cotangent:
                 x = slice_rows(self.cotangents[s], lane, width)
             else:
@@ -327,7 +320,7 @@ class RowReverse:
         return cotangents, alive
 
     def _sweep(
-        self, residuals: Sequence[jax.Array], moves: Sequence[jax.Array]
+        self, residuals: Sequence[jax.Array], moves: Mapping[Sources, jax.Array]
     ) -> tuple[list[jax.Array], list[jax.Array | None]]:
         """Returns (cotangents of the moving operands, those of the consts).
 
@@ -370,21 +363,19 @@ class RowReverse:
 
         capacity = function.capacity
         sums = [
-            function.unwritten(arguments.number, (x.shape[1:], x.dtype), "sum", j)
+            function.unfilled(arguments, (x.shape[1:], x.dtype), "sum", j)
             if function.by_row[j]
             else jnp.zeros_like(x)
             for j, x in ((j, arguments.operands[j]) for j in moving)
         ]
-        by_row = [k for k, j in enumerate(moving) if function.by_row[j]]
-        behind = function.with_zeros_behind(arguments.trips, [sums[k] for k in by_row])
-        for k, x in zip(by_row, behind, strict=True):
-            sums[k] = x
         gradients: list[jax.Array | None] = [None] * function.kernel.num_consts
         for c in dict.fromkeys(c for tap in taps for c in tap.consts):
             gradients[c] = jnp.zeros(*function.kernel.const_kinds[c])
         return each_block(function.buckets, capacity, arguments.more, block, (sums, gradients))
 
-    def _lanes(self, residuals: Sequence[jax.Array], moves: Sequence[jax.Array]) -> Lanes:
+    def _lanes(
+        self, residuals: Sequence[jax.Array], moves: Mapping[Sources, jax.Array]
+    ) -> Lanes:
         """Returns the lanes of which the gradients of consts are added up."""
         function, arguments = self.function, self.arguments
         return Lanes(
@@ -400,8 +391,7 @@ class RowReverse:
 
 
 def _any_of(
-    moves: Sequence[jax.Array], sources: Iterable[int], lane: Lane, width: int
+    moves: Mapping[Sources, jax.Array], sources: Iterable[int], lane: Lane, width: int
 ) -> jax.Array:
     """Returns bool[width]: the rows to which something comes back through one of some results."""
-    flags = [slice_rows(moves[s], lane, width) for s in sorted(sources)]
-    return functools.reduce(jnp.logical_or, flags, jnp.zeros(width, bool))
+    return slice_rows(moves[Sources(sources)], lane, width)

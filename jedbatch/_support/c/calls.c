@@ -1,5 +1,5 @@
 /* Functions that XLA:CPU calls in compiled programs: reading rows of arrays, writing rows of arrays
- * in place, and making an array that is left as it is.
+ * in place, making an array that is left as it is, and finding what comes back.
  *
  * The structures are those that XLA hands to functions it calls (its "FFI"), as far as they are
  * read here; they are the same in every version since 0.1 of that interface. Source: the comments
@@ -404,22 +404,90 @@ uninitialized(CallFrame *frame)
     return NULL;
 }
 
+/* Leaves as many rows of its result as its first argument says as they are; others are zeros. */
+static void *
+unfilled(CallFrame *frame)
+{
+    if (asks_for_metadata(frame))
+        return NULL;
+    Buffer *result = frame->results.buffers[0];
+    int64_t num_rows = result->dims[0], first = *(int32_t *)frame->arguments.buffers[0]->data;
+    first = first < 0 ? 0 : first < num_rows ? first : num_rows;
+    size_t size = row_size(result);
+    memset((char *)result->data + size * (size_t)first, 0, size * (size_t)(num_rows - first));
+    return NULL;
+}
+
+/* Whether some of the numbers is not 0; they are of a known kind. */
+static int
+has_others(const char *numbers, int dtype, size_t bytes)
+{
+    switch (dtype) {
+    case 10: case 16: /* float16, bfloat16 */
+        for (size_t i = 0; i < bytes / 2; i++)
+            if (((const uint16_t *)numbers)[i] & UINT16_C(0x7fff))
+                return 1;
+        return 0;
+    case FLOAT32: case 15: /* complex64 */
+        for (size_t i = 0; i < bytes / 4; i++)
+            if (((const uint32_t *)numbers)[i] & UINT32_C(0x7fffffff))
+                return 1;
+        return 0;
+    default: /* float64, complex128 */
+        for (size_t i = 0; i < bytes / 8; i++)
+            if (((const uint64_t *)numbers)[i] & UINT64_C(0x7fffffffffffffff))
+                return 1;
+        return 0;
+    }
+}
+
+/* Finds the calls that have numbers other than 0: of (call of each row, how many rows exist, rows of
+ * numbers...), one result for each of the latter. */
+static void *
+moving_calls(CallFrame *frame)
+{
+    if (asks_for_metadata(frame))
+        return NULL;
+    Buffer **given = frame->arguments.buffers, **results = frame->results.buffers;
+    const int32_t *call = given[0]->data;
+    int64_t num_rows = clamped(*(int32_t *)given[1]->data, given[0]->dims[0] + 1);
+    for (int64_t i = 0; i < frame->results.size; i++) {
+        const Buffer *numbers = given[2 + i];
+        char *moves = results[i]->data;
+        int64_t num_calls = results[i]->dims[0];
+        size_t size = row_size(numbers);
+        memset(moves, 0, (size_t)num_calls);
+        for (int64_t row = 0; row < num_rows; row++) {
+            int64_t of = clamped(call[row], num_calls);
+            if (!moves[of])
+                moves[of] = (char)has_others((const char *)numbers->data + size * (size_t)row,
+                                             numbers->dtype, size);
+        }
+    }
+    return NULL;
+}
+
 /* xla_calls(): (name, function as `jax.ffi.register_ffi_target` takes it) for each of them. */
 PyObject *
 xla_calls(PyObject *module, PyObject *nothing)
 {
     (void)module;
     (void)nothing;
-    static const char *const names[] = {"uninitialized", "take_rows", "put_rows", "instances",
-                                        "read_instances", "write_instances"};
-    void *(*const functions[])(CallFrame *) = {uninitialized, take_rows, put_rows, instances,
-                                               read_instances, write_instances};
+    static const struct {
+        const char *name;
+        void *(*function)(CallFrame *);
+    } known[] = {
+        {"uninitialized", uninitialized},     {"unfilled", unfilled},
+        {"take_rows", take_rows},             {"put_rows", put_rows},
+        {"instances", instances},             {"read_instances", read_instances},
+        {"write_instances", write_instances}, {"moving_calls", moving_calls},
+    };
     PyObject *calls = PyDict_New();
-    for (int i = 0; calls != NULL && i < 6; i++) {
+    for (size_t i = 0; calls != NULL && i < sizeof known / sizeof *known; i++) {
         void *address;
-        memcpy(&address, &functions[i], sizeof address); /* C has no cast from functions to data */
+        memcpy(&address, &known[i].function, sizeof address); /* C has no cast from functions to data */
         PyObject *capsule = PyCapsule_New(address, NULL, NULL);
-        if (capsule == NULL || PyDict_SetItemString(calls, names[i], capsule) < 0)
+        if (capsule == NULL || PyDict_SetItemString(calls, known[i].name, capsule) < 0)
             Py_CLEAR(calls);
         Py_XDECREF(capsule);
     }
