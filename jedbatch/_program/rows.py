@@ -11,7 +11,7 @@ XLA:GPU they are operations like others, behind a barrier.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax

@@ -122,27 +122,30 @@ class InstanceGroup:
             length = extent_at(extent, dict.fromkeys(self.lengths, self.capacity))
         return InstanceRows(starts, counts, self.alive, offset), length
 
-    def read(self, variable: Atom, x: jax.Array) -> jax.Array:
-        """Returns [G, rows, ...] or [G, ...] of a variable; rows beyond the last repeat it."""
+    @property
+    def of_calls(self) -> InstanceRows:
+        """The rows of what has one for each call."""
+        return InstanceRows(self.calls, jnp.ones_like(self.calls), self.alive, jnp.int32(0))
+
+    def read(self, variable: Atom, x: jax.Array, zeros: bool = False) -> jax.Array:
+        """Returns [G, rows, ...] or [G, ...] of a variable; rows beyond the last repeat it.
+
+        With `zeros` they are that instead, and so is all that is of no instance.
+        """
         if ragged_axis(variable) is None:
-            return take(x, self.calls)
+            return read_instances(self.of_calls, x, 1, zeros)[:, 0]
         rows, length = self.rows(variable)
-        return read_instances(rows, x, length)
+        return read_instances(rows, x, length, zeros)
 
     def write(self, variable: Atom, x: jax.Array, new: jax.Array, add: bool = False) -> jax.Array:
         """Returns x, a variable of all calls, with the rows of the group set, or added to."""
-        if ragged_axis(variable) is not None:
-            return write_instances(self.rows(variable)[0], x, new, add)
-        at = x.at[jnp.where(self.alive, self.calls, len(x))]
-        return (at.add if add else at.set)(new.astype(x.dtype), mode="drop")
+        if ragged_axis(variable) is None:
+            return write_instances(self.of_calls, x, new[:, None], add)
+        return write_instances(self.rows(variable)[0], x, new, add)
 
-    def cotangents(self, variable: Atom, x: jax.Array) -> jax.Array:
-        """Returns cotangents of a variable; zeros for rows that do not exist."""
-        if ragged_axis(variable) is not None:
-            rows, length = self.rows(variable)
-            return read_instances(rows, x, length, zeros=True)
-        x = take(x, self.calls)
-        return jnp.where(broadcast_flags(self.alive, x), x, 0)
+    def among(self, flags: jax.Array) -> jax.Array:
+        """Returns bool[G], those of bool[K] that are of the instances that exist."""
+        return read_instances(self.of_calls, flags, 1, zeros=True)[:, 0]
 
 
 class InstancePhase:
@@ -237,7 +240,7 @@ class InstancePhase:
             def forward(some_shared, some_blocks):
                 all_shared = with_replaced(shared, moving_shared, some_shared)
                 all_blocks = with_replaced(blocks, moving, some_blocks)
-                flags = [group.alive & moves_of[i][group.calls] for i in returned]
+                flags = [group.among(moves_of[i]) for i in returned]
                 outs = self._lanes(group, all_shared, all_blocks, gates, flags)
                 return [outs[i] for i in returned]
 
@@ -245,7 +248,7 @@ class InstancePhase:
                 forward, [shared[i] for i in moving_shared], [blocks[i] for i in moving]
             )
             of_shared, of_blocks = pull_back(
-                [group.cotangents(phase.writes[i], cotangents[i]) for i in returned]
+                [group.read(phase.writes[i], cotangents[i], zeros=True) for i in returned]
             )
             return [where_alive(moves.any(), x) for x in of_shared], of_blocks, group.alive
 

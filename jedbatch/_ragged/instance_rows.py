@@ -14,6 +14,7 @@ Letters: `G` instances that run together, `L` rows that each is padded to, `R` p
 calls that there is room for.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -127,24 +128,24 @@ def _members(table: Array, place: Array, *moves: Array, of: Members) -> list[Arr
     return [calls, alive, *columns]
 
 
-def _places(
-    starts: Array, counts: Array, alive: Array, offset: Array, length: int
-) -> tuple[Array, Array]:
+def _places(rows: Sequence[Array], length: int) -> tuple[Array, Array]:
     """Returns (int32[G, L], bool[G, L]): packed rows, which exist."""
+    starts, counts, alive, offset = rows
     index = offset + lax.iota(jnp.int32, length)[None]
     counts = counts[:, None]
-    rows = starts[:, None] + jnp.minimum(index, counts - 1)
-    return jnp.maximum(rows, 0), (index < counts) & alive[:, None]
+    places = starts[:, None] + jnp.minimum(index, counts - 1)
+    return jnp.maximum(places, 0), (index < counts) & alive[:, None]
 
 
 def _read(x: Array, *rows: Array, length: int, zeros: bool) -> Array:
-    places, exist = _places(*rows, length)
+    places, exist = _places(rows, length)
     found = take(x, places)
-    return jnp.where(broadcast_flags(exist, found), found, 0) if zeros else found
+    nothing = jnp.zeros((), x.dtype)
+    return jnp.where(broadcast_flags(exist, found), found, nothing) if zeros else found
 
 
 def _written(x: Array, new: Array, *rows: Array, add: bool) -> Array:
-    places, exist = _places(*rows, new.shape[1])
+    places, exist = _places(rows, new.shape[1])
     at = x.at[jnp.where(exist, places, len(x))]
     return (at.add if add else at.set)(new, mode="drop")
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
@@ -20,9 +19,8 @@ from jax.interpreters import batching
 from jedbatch._jaxpr.native_calls import over_lanes_of, register_lowering
 from jedbatch._support.types import Array
 
-KNOWN = frozenset(
-    map(np.dtype, (*"fdFD", np.float16, ml_dtypes.bfloat16))
-)  # of these the core knows what a zero is
+# What the core knows zeros of.
+KNOWN = frozenset(map(jnp.dtype, (*"efdFD", jnp.bfloat16)))
 
 
 def moving_calls(

@@ -31,7 +31,7 @@ from jedbatch._ragged.microbatches import Microbatches, evenly_distributed, fine
 from jedbatch._ragged.packing import RowCapacity, whole_blocks
 
 LENGTH_HEADROOM = 2  # a new program takes arrays so many times as long as there are
-ROWS = LengthCosts(headroom=LENGTH_HEADROOM, power=2, saving=0.2)
+ROWS = LengthCosts(headroom=LENGTH_HEADROOM, power=2, saving=0.3)
 TABLES = LengthCosts(headroom=1.25, power=3, saving=0.1)  # where loops go over tables
 MANY_CALLS = 64  # a capacity for so many will do for any fewer
 MANY_ROWS = 768  # the same of rows, or of those in one block

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType
@@ -217,9 +216,7 @@ class RowFunction:
             return zeros(self.capacity, kind)
         widths = np.array(self.buckets.widths, np.int32)
         filled = (arguments.trips * widths).sum(dtype=jnp.int32)
-        return empty(
-            self.capacity, kind, "rows", *name, number=arguments.number, filled=filled
-        )
+        return empty(self.capacity, kind, "rows", *name, number=arguments.number, filled=filled)
 
     def _forward(
         self, arguments: RowArguments, keep_residuals: bool
@@ -373,9 +370,7 @@ class RowReverse:
             gradients[c] = jnp.zeros(*function.kernel.const_kinds[c])
         return each_block(function.buckets, capacity, arguments.more, block, (sums, gradients))
 
-    def _lanes(
-        self, residuals: Sequence[jax.Array], moves: Mapping[Sources, jax.Array]
-    ) -> Lanes:
+    def _lanes(self, residuals: Sequence[jax.Array], moves: Mapping[Sources, jax.Array]) -> Lanes:
         """Returns the lanes of which the gradients of consts are added up."""
         function, arguments = self.function, self.arguments
         return Lanes(
