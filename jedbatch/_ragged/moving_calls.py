@@ -10,11 +10,12 @@ On a CPU a function of the core looks for the first number of a call that is not
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
-from jax.interpreters import batching
+from jax.interpreters import ad, batching
 
 from jedbatch._jaxpr.native_calls import over_lanes_of, register_lowering
 from jedbatch._support.types import Array
@@ -61,6 +62,13 @@ def _types(call: Any, total: Any, *cotangents: Any, num_calls: int) -> list[Shap
     return [ShapedArray((num_calls,), np.bool_)] * len(cotangents)
 
 
+def _push(primals: Sequence[Array], _: Any, *, num_calls: int) -> Any:
+    """The rule of forward mode: truth values have no tangents."""
+    outs = moving_p.bind(*primals, num_calls=num_calls)
+    return outs, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outs]
+
+
 moving_p.def_impl(_moving)
 register_lowering(moving_p, moving_p.name, _moving, lambda **_: {})
+ad.primitive_jvps[moving_p] = _push
 batching.primitive_batchers[moving_p] = over_lanes_of(_moving)

@@ -128,6 +128,20 @@ def test_calls_to_which_something_comes_back(monkeypatch, dtype):
         assert one_column.tolist() == [False, False, False, True, False, False]
 
 
+def test_transforms_of_calls_to_which_something_comes_back(monkeypatch):
+    call, total = jnp.array([0, 1, 1], jnp.int32), jnp.int32(3)
+    x = jnp.array([[0.0, 0.0, 2.0], [1.0, 0.0, 0.0]])
+
+    def run(x, t):
+        find = lambda x: moving_calls(call, total, [x], 2)[0]  # noqa: E731
+        scaled = lambda x: jnp.where(find(x), 3.0, 1.0) * x[:2]  # noqa: E731
+        return jax.vmap(find)(x), jax.jvp(scaled, (x[0],), (t,))[1]
+
+    for mapped, pushed in with_and_without_core(monkeypatch, run, x, jnp.ones(3)):
+        assert mapped.tolist() == [[False, True], [True, False]]
+        assert pushed.tolist() == [1, 3]
+
+
 @pytest.mark.skipif(native.core() is None, reason="no compiled core")
 def test_programs_gather_as_often_whatever_lengths_there_are():
     """XLA would compile each gather and scatter for each length."""
