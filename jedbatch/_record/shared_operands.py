@@ -14,7 +14,9 @@ Operations outside of cells mean the same: what is done to `params["x"]` and `pa
 computed once, a shared value again, which makes types of what reads it. Of a function whose
 instances say what is done to which of them, there are ever more. An operation that meets small
 shared arrays in new ways in one instance after the other has them as values; and once instances
-keep finding new ways for any operation at all, so has every operation that has a second way.
+keep finding new ways for any operation at all, so has every operation that has a second way. Small
+are numbers, short vectors, and what several operations led to, such as the state of a circuit after
+some gates; other matrices are weights, and so are these transposed.
 
 Of a list of any length that is stacked, such as all states so far of which the first is learned,
 elements that are shared are values as well once there were two lengths: only then are operations on
@@ -33,6 +35,7 @@ MAX_SIZE = 1 << 12  # elements of an array that is worth a row of its own in eac
 # Instances in which an operation, or any, meets shared arrays in new ways, before they are values.
 MAX_INSTANCES = 4
 MAX_INSTANCES_IN_ALL = 8
+MIN_OPERATIONS = 2  # that lead to an array which is no weight, whatever its shape
 STACKS = ("stack", "concatenate")  # along a new axis, and along one of extent 1
 VALUE = -1  # in place of the number of a shared array
 
@@ -86,7 +89,7 @@ class SharedOperands:
         """
         if len(indices) == num_args and self._is_of_lists(name, indices, shared):
             return [i for i, n in indices.items() if n != VALUE]
-        small = [i for i, n in indices.items() if n != VALUE and _is_small(shared[n].aval)]
+        small = [i for i, n in indices.items() if n != VALUE and _is_small(shared[n])]
         if not small:
             return []
         if operation in self._with_values:
@@ -169,6 +172,7 @@ def _is_element(name: str, aval: ShapedArray) -> bool:
     return aval.size <= MAX_SIZE and (name == "stack" or 1 in aval.shape)
 
 
-def _is_small(aval: ShapedArray) -> bool:
-    """Returns whether an array is a number or a short vector; matrices are weights."""
-    return aval.ndim < 2 and aval.size <= MAX_SIZE
+def _is_small(value: SharedValue) -> bool:
+    """Returns whether this is a number, a short vector, or a small array that is no weight."""
+    is_weight = value.aval.ndim > 1 and sum(value.applied.values()) < MIN_OPERATIONS
+    return value.aval.size <= MAX_SIZE and not is_weight

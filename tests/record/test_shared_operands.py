@@ -155,3 +155,30 @@ def test_many_operations_that_meet_variables_in_few_ways_each():
     assert len(types) <= 11
     for minibatch in others:
         assert types.issuperset(types_of(batched.plan(PARAMS, minibatch)))
+
+
+def test_states_that_weights_lead_to():
+    """Gates without a number make as many states of a circuit as there are sequences of them."""
+    params = {"h": jnp.array([[0.5, 0.5], [0.5, -0.5]]), "x": jnp.eye(2)[::-1], "angle": 0.5}
+
+    def circuit(params, gates):
+        state = jnp.zeros((2, 2)).at[0, 0].set(1)
+        for name, wire in gates:
+            turn = jnp.diag(jnp.cos(params["angle"] * jnp.array([0.5, 2.0])))
+            gate = turn if name == "turn" else params[name]
+            state = jnp.moveaxis(jnp.tensordot(gate, state, axes=(1, wire)), 0, wire)
+        return (state**2).sum()
+
+    def circuits(seed):
+        rng = np.random.default_rng(seed)
+        names = ["h", "x", "h", "x", "turn"]
+        sizes = rng.integers(1, 9, size=16)
+        return [
+            [(names[g], w) for g, w in rng.integers([5, 2], size=(n, 2)).tolist()] for n in sizes
+        ]
+
+    batched = check(circuit, params, circuits(0))
+    num_types = [len(batched.plan(params, circuits(seed)).graph.types) for seed in range(1, 9)]
+    assert len(set(num_types[3:])) == 1
+    expected = jnp.stack([circuit(params, gates) for gates in circuits(8)])
+    assert_close(batched(params, circuits(8)), expected, 1e-5)
