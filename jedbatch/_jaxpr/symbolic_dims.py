@@ -301,6 +301,13 @@ def _note_few(extent: AxisSize) -> None:
         _asked.questions.few.append(extent)
 
 
+def _remainder(extent: Any, divisor: Any) -> Any:
+    """An extent modulo a number, as `n - 2*floordiv(n, 2)`: JAX sees that n and this are even."""
+    if type(divisor) is not int or divisor < 2:
+        return Base.__mod__(extent, divisor)
+    return extent - divisor * (extent // divisor)
+
+
 def _power(extent: Any, power: Any, *modulo: Any) -> Any:
     """Returns an extent raised to a power: an extent, or an array where it may be no extent."""
     if is_symbolic_dim(power) or (type(power) is int and power >= 0):
@@ -345,7 +352,7 @@ class Extent(Base):
     __pow__ = _calculating(_power)
     __floordiv__ = _calculating(Base.__floordiv__)
     __rfloordiv__ = _calculating(Base.__rfloordiv__)
-    __mod__ = _calculating(Base.__mod__)
+    __mod__ = _calculating(_remainder)
     __rmod__ = _calculating(Base.__rmod__)
     __neg__ = _calculating(Base.__neg__)
 
@@ -589,12 +596,3 @@ def numbered_extent(extent: AxisSize, numbers: dict[str, int]) -> Hashable:
         numbers.setdefault(s, len(numbers))
     names = {s: f"s{k}" for s, k in numbers.items()}
     return "extent", SYMBOL.sub(lambda found: names.get(found[0], found[0]), str(extent))
-
-
-def substituted(value: Array, number: Callable[[Any], int]) -> Any:
-    """A parameter of a primitive with numbers for extents."""
-    if type(value) is tuple:
-        return tuple(substituted(x, number) for x in value)
-    if type(value) not in (int, str, bool, type(None)) and is_symbolic_dim(value):
-        return number(value)
-    return value

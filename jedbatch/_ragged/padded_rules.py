@@ -23,7 +23,6 @@ from jedbatch._jaxpr.symbolic_dims import (
     extent_at,
     is_ragged,
     ragged_axes,
-    substituted,
     symbols_in,
 )
 from jedbatch._jaxpr.versions import Equation, scan_parts
@@ -39,7 +38,7 @@ from jedbatch._ragged.axis_rules import (
 )
 from jedbatch._ragged.indexing import Mode, clips_well, fill_value_of, without_unwritten
 from jedbatch._ragged.padded_loops import LOOPS, Known, note_extent, runs_inside
-from jedbatch._ragged.row_rules import bind_rows, look_up
+from jedbatch._ragged.row_rules import bind_rows, look_up, substituted
 from jedbatch._ragged.softmax import NO_MASKS, SoftmaxMasks
 from jedbatch._ragged.tiling import SHAPE_PARAMETERS, TILE_ROWS, Axes
 from jedbatch._support.types import Array, AxisSize, Dtype

@@ -12,9 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.export import is_symbolic_dim
 
 from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS, interpret
-from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, substituted
+from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
 from jedbatch._jaxpr.versions import Equation, OpenProgram
 from jedbatch._ragged.axis_rules import (
     REDUCTIONS,
@@ -163,3 +164,12 @@ def _product_of_row(
         precision=eqn.params["precision"],
         preferred_element_type=eqn.params["preferred_element_type"],
     )
+
+
+def substituted(value: Array, number: Callable[[Any], int]) -> Any:
+    """A parameter of a primitive with numbers for extents."""
+    if type(value) is tuple:
+        return tuple(substituted(x, number) for x in value)
+    if type(value) not in (int, str, bool, type(None)) and is_symbolic_dim(value):
+        return number(value)
+    return value

@@ -125,6 +125,29 @@ def test_parts_without_rows_for_some_lengths(fn, fewest):
 # --- lengths that are equal by chance ---
 
 
+def pooled_and_spread(weight, pair):
+    """The larger of two rows each, of rows padded to pairs, and these twice, as U-Nets have it."""
+    (x,) = pair
+    n = x.shape[0]
+    pairs = jnp.pad(x @ weight, ((0, n % 2), (0, 0))).reshape(-1, 2, 2)
+    return pairs.max(1), x * jnp.repeat(pairs.max(1), 2, axis=0)[:n]
+
+
+def attend_in_chunks(weight, pair):
+    """Attention within four rows each, of rows padded to a multiple of four."""
+    (x,) = pair
+    n = x.shape[0]
+    chunks = jnp.pad(x, ((0, -n % 4), (0, 0))).reshape((n + -n % 4) // 4, 4, 2)
+    scores = jnp.einsum("cid,de,cje->cij", chunks, weight, chunks)
+    return (jax.nn.softmax(scores) @ chunks).reshape(-1, 2)[:n]
+
+
+@pytest.mark.parametrize("fn", [pooled_and_spread, attend_in_chunks])
+def test_rows_padded_to_a_multiple(fn):
+    batched = agree(fn, arrays((2,), (5,), (1,), (8,), (3,)))
+    assert apart(batched) is None
+
+
 def related(weight, pair):
     x, y = pair
     far = ((x[:, None] - y[None]) ** 2).sum(-1)
