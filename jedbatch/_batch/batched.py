@@ -186,11 +186,12 @@ class Batched(Generic[*Given, Result]):
         given = self._arguments.axes, self._out_axes, self.policy, self._options
         return Batched(self._fn, *given, self.lane_policy)
 
-    def __call__(self, *args: *Given) -> Result:
+    def __call__(self, *args: *Given, **named: Any) -> Result:
         """Runs the function on all instances.
 
         Args:
           *args: as the function's, with a sequence of instances wherever `in_axes` has 0.
+          **named: nothing, since `in_axes` counts arguments; an error says how to bind names.
 
         Returns:
           The results, stacked along a new first axis or as a list, as `out_axes` says.
@@ -199,6 +200,8 @@ class Batched(Generic[*Given, Result]):
           ValueError, TypeError: the arguments do not fit `in_axes`, shared arguments have leaves
             that are not arrays, or results do not stack.
         """
+        if named:
+            self._arguments.refuse_named(list(named))
         if (results := self._run_mapped(args)) is not None:
             return results
         shared, instances = self._arguments.split(args)

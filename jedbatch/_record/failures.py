@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
 from jedbatch import checks
 from jedbatch._graph.types import ValueType
@@ -18,6 +20,16 @@ from jedbatch._support.types import Leaf, PyTree
 
 MOST_LEAVES = 8  # of one argument that are listed
 IN_OPERATION = " in the operation `"
+TRACED = (
+    "The instance holds values that an outer transformation traces, such as the numbers of a tree "
+    "given to `jax.jit(batched)`. Plan outside of `jax.jit` and give it the plan: "
+    "`step(params, batched.plan(params, instances))`, where `step` calls `batched.apply`."
+)
+RECORDED = (
+    "Arrays of NumPy in an instance are a `jax.Array` each while it is recorded, so that "
+    "`isinstance(x, np.ndarray)` is False. Write `isinstance(x, (np.ndarray, jax.Array))`, or ask "
+    "for the other kind, such as `isinstance(x, tuple)`."
+)
 
 
 def place_of(error: BaseException) -> str:
@@ -30,6 +42,23 @@ def place_of(error: BaseException) -> str:
         if is_user_code(frame):
             place = f" at {frame.f_code.co_filename}:{line}"
     return "" if any(f"{place} " in note for note in getattr(error, "__notes__", ())) else place
+
+
+def note_instance(error: Exception, instance: int, arrays: Sequence[Leaf]) -> None:
+    """Adds to an error while which instance was recorded it happened, and what may be the reason.
+
+    Args:
+      error: of the user's function.
+      instance: its number.
+      arrays: of the instance.
+    """
+    error.add_note(f"This happened{place_of(error)} while instance {instance} was recorded.")
+    if any(isinstance(x, Tracer) for x in arrays):
+        error.add_note(TRACED)
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    asks = any("ndarray" in frame.f_code.co_names for frame in frames if is_user_code(frame))
+    if asks and any(isinstance(x, np.ndarray) for x in arrays):
+        error.add_note(RECORDED)
 
 
 def note_call(

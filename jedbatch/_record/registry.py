@@ -432,11 +432,6 @@ class Registry:
                         "expected an array or a pytree of arrays. Return arrays only, and pass "
                         "other results around the cell."
                     )
-            if not leaves:
-                raise TypeError(
-                    f"cell `{name}` returned {jax.tree.unflatten(tree, [])!r}, which holds no "
-                    "array; expected an array or a pytree of arrays. Did you forget `return`?"
-                )
             trees.append(tree)
             return leaves
 
@@ -450,6 +445,11 @@ class Registry:
                     f"cell `{name}` has the side effect {next(iter(jaxpr.effects))} (a print, a "
                     "callback or a reference); expected a pure function, since batches pad and "
                     "reorder calls. Return the value and look at it outside."
+                )
+            if not jaxpr.out_avals:
+                raise TypeError(
+                    f"cell `{name}` returned {jax.tree.unflatten(trees[-1], [])!r}, which holds no "
+                    "array; expected an array or a pytree of arrays. Did you forget `return`?"
                 )
             return self._closed(name, may_differ(one_by_one(jaxpr)), trees[-1], shared)
 

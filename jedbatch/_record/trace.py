@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._graph.analysis import sorted_by
@@ -25,7 +24,7 @@ from jedbatch._graph.types import LENGTH, ValueType
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.cell import recording
 from jedbatch._record.deep import deeply
-from jedbatch._record.failures import place_of
+from jedbatch._record.failures import note_instance
 from jedbatch._record.grouping import Grouping, Merges
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.recorder import Recorder
@@ -37,11 +36,6 @@ from jedbatch._support.restored import Restored, collector
 
 SINGLE = jax.tree.structure(0)  # of a result that is an array
 RECORDS_CALLS = True  # see `_support.frames`
-TRACED = (
-    "The instance holds values that an outer transformation traces, such as the numbers of a tree "
-    "given to `jax.jit(batched)`. Plan outside of `jax.jit` and give it the plan: "
-    "`step(params, batched.plan(params, instances))`, where `step` calls `batched.apply`."
-)
 
 
 def trace(
@@ -130,9 +124,7 @@ def _record_all(fn, recorder, instances, arrays, arrange, types):
                 leaves, structure = flatten(result, "the result of the function")
                 results = [recorder.output(leaf) for leaf in leaves]
         except Exception as error:
-            error.add_note(f"This happened{place_of(error)} while instance {i} was recorded.")
-            if any(isinstance(x, Tracer) for x in arrays[i]):
-                error.add_note(TRACED)
+            note_instance(error, i, arrays[i])
             raise
         outputs += [index for index, _ in results]
         form = structure, tuple([kind for _, kind in results])

@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import numpy as np
@@ -118,6 +118,16 @@ class Arguments:
                 "`jedbatch.batch(fn, in_axes=(None, 0))`."
             )
         return axes
+
+    def refuse_named(self, names: Sequence[str]) -> NoReturn:
+        """Raises `TypeError` of arguments that were given by name."""
+        name = names[0]
+        raise TypeError(
+            f"the batched `{self.name}` got {name}=...; expected arguments by position, one for "
+            "each entry of `in_axes`. Give it by position, with None in `in_axes` if it is arrays "
+            "that all instances share, or bind it before: "
+            f"`jedbatch.batch(functools.partial(fn, {name}=...))`."
+        )
 
     def split(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], list[tuple[Any, ...]]]:
         """Returns (shared arguments, the mapped arguments of each instance).

@@ -45,6 +45,12 @@ def test_instances_that_are_no_sequence(instances):
         jedbatch.batch(double)(P, instances)
 
 
+def test_arguments_by_name():
+    batched = jedbatch.batch(lambda p, x, scale=1.0: p * x * scale)
+    with pytest.raises(TypeError, match=r"got scale=.*functools.partial\(fn, scale=\.\.\.\)"):
+        batched(P, [X], scale=2.0)
+
+
 class Pair(NamedTuple):
     x: object
     y: object
@@ -153,6 +159,29 @@ def test_a_cell_that_prints():
 
     with pytest.raises(TypeError, match="cell `bad` has the side effect"):
         jedbatch.batch(lambda p, x: bad(x))(P, [X])
+
+
+def test_a_print_outside_of_cells():
+    def bad(p, x):
+        jax.debug.print("{}", x)
+        return x
+
+    with pytest.raises(TypeError, match="has the side effect"):
+        jedbatch.batch(bad)(P, [X])
+
+
+def test_functions_that_ask_for_arrays_of_numpy():
+    def total(p, tree):
+        if isinstance(tree, np.ndarray):
+            return p * tree.sum()
+        left, right = tree
+        return total(p, left) + total(p, right)
+
+    for tree, is_told in (((X, (X, X)), True), ((jnp.asarray(X), 1), False)):
+        with pytest.raises((ValueError, TypeError)) as caught:
+            jedbatch.batch(total)(P, [tree])
+        told = ["(np.ndarray, jax.Array)" in note for note in caught.value.__notes__]
+        assert any(told) == is_told
 
 
 def test_a_cell_that_keeps_a_value():
