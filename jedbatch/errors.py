@@ -211,9 +211,11 @@ class GrowingTypesWarning(PerformanceWarning):
     **Symptom.** Compiling never stops.
 
     **Reason.** Instances differ in something that makes types, each time in a new way; see
-    `ManyTypesWarning`.
+    `ManyTypesWarning`. Where Python decides on values, so do lists that get longer in a loop, such
+    as the keys and values of a decoder: they have types for each length, in cells, too.
 
-    **Cure.** As there.
+    **Cure.** As there; and an array with room for all elements in place of a list, of which those
+    that are not there are masked.
     """
 
 

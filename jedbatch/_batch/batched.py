@@ -52,6 +52,7 @@ from jedbatch._schedule.lane_policies import LanePolicy, checked_lane_policy, le
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import Arguments, StackedInstances, TypesOfLeaves
 from jedbatch._session.copies import find_batches, plan_copies
+from jedbatch._session.degenerate import warn_if_rounds_grow
 from jedbatch._session.mapped import MIN_ROWS, MappedProgram
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import InstanceOutput, Returned, form_of_results
@@ -297,11 +298,14 @@ class Batched(Generic[*Given, Result]):
             on_host=on_host,
         )
         with self._planning:
-            reached = self._environment.look()
+            reached, compiled = self._environment.look(), session.programs.compilations
+            before = compiled["round"]
             try:
                 session.records.read(reached)
                 with reverse_mode_only(f"the batched `{self._name}`", DECIDES):
-                    return call.run(leaves, arrays, reached)
+                    results = call.run(leaves, arrays, reached)
+                warn_if_rounds_grow(session.registry, compiled["round"] - before)
+                return results
             finally:
                 self.last_rounds = Rounds(call.rounds)
                 session.records.nothing_to_read()

@@ -70,6 +70,36 @@ def warn_if_degenerate(
         )
 
 
+def warn_if_rounds_grow(registry: Registry, num_compiled: int) -> None:
+    """Warns of lists that are longer in every round of a call, so that each is compiled anew.
+
+    Where Python decides on values, each length makes types of its own, of cells, too.
+
+    Args:
+      registry: of the types.
+      num_compiled: programs for rounds that the call compiled.
+    """
+    if num_compiled < GROWING_PLANS:
+        return
+    lengths: dict[str, dict[int, int]] = {}  # a type by the number of operands, by name
+    for t, node_type in enumerate(registry.node_types):
+        lengths.setdefault(node_type.name, {})[len(node_type.operands)] = t
+    name, types = max(lengths.items(), key=lambda item: len(item[1]))
+    if len(types) < GROWING_PLANS:
+        return
+    last = types[max(types)]
+    at = f" ({registry.lines[last]})" if last in registry.lines else ""
+    warn_once(
+        GrowingTypesWarning,
+        f"{num_compiled} programs were compiled in one call, since rounds had node types that none "
+        f"before had. `{name}`{at} has {min(types)} to {max(types)} operands, and where Python "
+        "decides on values each number is a type. Keep what grows in an array with room for all, "
+        "`jnp.zeros((most, d)).at[i].set(x)`, and mask what is not there, or fold the list by a "
+        "cell of two operands",
+        registry.warned,
+    )
+
+
 def warn_once(cause: type[PerformanceWarning], text: str, warned: set[type]) -> None:
     """Warns at the user's line, unless the cause is among those that have been warned of."""
     if cause in warned:

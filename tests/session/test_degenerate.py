@@ -131,3 +131,17 @@ def test_many_types_of_many_nodes_are_fine():
 
     plan = jedbatch.batch(fn).plan(W, [np.ones(2, np.float32) * x for x in range(12)])
     assert len(plan.static.signature.kernels) > 40
+
+
+def test_lists_that_get_longer_where_python_decides():
+    def sums(w, x):
+        states = [w * x]
+        while jnp.stack(states).sum() < 2:
+            states.append(w * x)
+        return jnp.float32(len(states))
+
+    xs = [np.full(2, 0.1, np.float32)]
+    with pytest.warns(GrowingTypesWarning, match="1 to 7 operands.*`jnp.zeros") as warned:
+        results = jedbatch.batch(sums)(W, xs)
+    assert len(warned) == 1
+    np.testing.assert_array_equal(results, [sums(W, x) for x in xs])
