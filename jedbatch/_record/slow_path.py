@@ -250,7 +250,8 @@ def _sorted_out(
             raise TypeError(
                 f"cell `{cell.name}` got {checks.shown(leaf)} as a "
                 "positional argument; expected arrays, numbers or pytrees of them. Pass it "
-                "by keyword if it is hashable, or close over it."
+                "by keyword if it is hashable, or close over it; if it is the `self` of a method, "
+                "make its class a pytree, for instance by `jax.tree_util.register_dataclass`."
             )
         slots.append(("fixed", typed_or_same(leaf)))
         fixed.append(leaf)

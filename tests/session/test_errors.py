@@ -161,6 +161,17 @@ def test_a_cell_that_prints():
         jedbatch.batch(lambda p, x: bad(x))(P, [X])
 
 
+def test_a_cell_that_is_a_method_of_no_pytree():
+    class Model:
+        @jedbatch.cell
+        def step(self, x):
+            return 2 * x
+
+    model = Model()
+    with pytest.raises(TypeError, match="`self` of a method, make its class a pytree"):
+        jedbatch.batch(lambda p, x: model.step(x))(P, [X])
+
+
 def test_a_print_outside_of_cells():
     def bad(p, x):
         jax.debug.print("{}", x)
