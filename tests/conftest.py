@@ -12,6 +12,7 @@ with XLA's older emitters of fusions, which take half as long; all others as use
 
 import gc
 import os
+import threading
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -21,6 +22,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_parallel_codegen_split_count=1")
 import jax
 import pytest
 from jax._src import compiler  # JAX has no setting for options of all programs
+from jax._src.interpreters import mlir
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -59,6 +61,26 @@ def with_older_emitters(
 def pytest_collection_modifyitems(items):
     """Begins with the longest test, which would run alone at the end; those alike come together."""
     items.sort(key=lambda item: (item.name != "test_eight_devices", is_optimized(item)))
+
+
+class Contexts(threading.local):
+    """Makes contexts of MLIR, each of them for ten programs of a thread, as JAX 0.12 does.
+
+    To make one takes longer than to lower a program of a few operations.
+    """
+
+    def __init__(self, make):
+        self.make, self.left = make, 0
+
+    def __call__(self):
+        if not self.left:
+            self.context, self.left = self.make(), 10
+        self.left -= 1
+        return self.context
+
+
+if HAS_EMITTERS:
+    mlir.make_ir_context = Contexts(mlir.make_ir_context)
 
 
 @pytest.hookimpl(wrapper=True)
