@@ -25,6 +25,7 @@ from jax._src import compiler  # JAX has no setting for options of all programs
 from jax._src.interpreters import mlir
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+gc.set_threshold(20_000, 20, 20)  # tracing makes many objects, hardly any of them garbage in cycles
 
 
 def pytest_configure(config):
