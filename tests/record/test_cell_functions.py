@@ -25,6 +25,8 @@ from jedbatch._record.cell import recording
 from jedbatch._record.recorder import Recorder
 from jedbatch._support import native
 
+pytestmark = pytest.mark.unoptimized
+
 
 @pytest.fixture(params=["compiled", "in Python"])
 def cell(request, monkeypatch):

@@ -11,6 +11,8 @@ from cases.helpers import assert_close, check
 import jedbatch
 from jedbatch.testing import check_plan
 
+pytestmark = pytest.mark.unoptimized
+
 W = jnp.array([[0.3, -0.7], [0.5, 0.2]])
 
 

@@ -20,6 +20,8 @@ from jedbatch._record.granularity import call_sites
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 
+pytestmark = pytest.mark.unoptimized
+
 H = 4
 WORDS = 20
 MODES = ("op", "auto")

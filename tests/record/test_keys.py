@@ -24,6 +24,8 @@ from jedbatch._record.instance_arrays import replace_arrays
 from jedbatch._record.instance_key import instance_key
 from jedbatch._record.keys import Keys
 
+pytestmark = pytest.mark.unoptimized
+
 P = jnp.arange(1.0, 3.0)
 X = np.ones(2, np.float32)
 

@@ -11,6 +11,8 @@ import pytest
 
 import jedbatch
 
+pytestmark = pytest.mark.unoptimized
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass

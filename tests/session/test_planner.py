@@ -25,6 +25,8 @@ from jedbatch._session.portable import identity_of
 from jedbatch.errors import PlannedHereWarning
 from jedbatch.policies import LaneFSM
 
+pytestmark = pytest.mark.unoptimized
+
 rng = np.random.default_rng(0)
 PARAMS = {
     "table": jnp.asarray(rng.normal(size=(9, 4)), jnp.float32),

@@ -18,6 +18,8 @@ from jedbatch._batch.refilling import PATIENCE
 from jedbatch._kernel.target import CPU
 from jedbatch.errors import UnfinishedLoopError
 
+pytestmark = pytest.mark.unoptimized
+
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=(8, 8)) / 3, jnp.float32)
 
