@@ -14,6 +14,8 @@ from cases.totals import W, add, halved, total, trees
 import jedbatch
 from jedbatch.serve import DeadlineExceeded, Overloaded, Server, ServerClosed
 
+pytestmark = pytest.mark.unoptimized
+
 
 @functools.cache
 def by_loop(tree, scale=1.0):

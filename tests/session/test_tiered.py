@@ -12,6 +12,8 @@ import jedbatch
 from jedbatch._session.tiered import Tiered
 from jedbatch.testing import compilations
 
+pytestmark = pytest.mark.unoptimized
+
 SIZE = 5
 
 
