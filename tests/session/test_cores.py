@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from cases.processes import environment
 
 import jedbatch
 
@@ -15,21 +16,8 @@ HERE = Path(__file__).parent
 
 def run(*command, flags=""):
     """Runs Python, and returns what it printed."""
-    root = Path(jedbatch.__file__).parents[1]
-    path = [str(root), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} {flags}",
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-    }
-    if jax.config.jax_compilation_cache_dir:
-        env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
-        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    done = subprocess.run(
-        [sys.executable, *command], env=env, capture_output=True, text=True, check=False
-    )
+    command, env = [sys.executable, *command], environment(flags)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stdout + done.stderr
     return done.stdout.strip()
 

@@ -1,6 +1,5 @@
 """Minibatches cut over devices: how they are cut, errors, and all else on eight devices."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.helpers import assert_close, loop
+from cases.processes import environment
 from jax.sharding import Mesh
 
 import jedbatch
@@ -34,18 +34,7 @@ def mesh_of(*shape):
 def test_eight_devices():
     """See `eight_devices.py`."""
     script = Path(__file__).parent / "eight_devices.py"
-    root = Path(jedbatch.__file__).parents[1]
-    path = [str(root), str(script.parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8",
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-    }
-    if jax.config.jax_compilation_cache_dir:
-        env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
-        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    env = environment("--xla_force_host_platform_device_count=8")
     command = [sys.executable, "-W", "error::DeprecationWarning", str(script)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     assert not done.returncode, done.stdout + done.stderr
