@@ -1,7 +1,6 @@
 """Processes that train together, each with its part of every minibatch, against one process."""
 
 import json
-import os
 import re
 import socket
 import subprocess
@@ -15,9 +14,9 @@ import numpy as np
 import pytest
 from cases import together
 from cases.helpers import assert_close, loop
+from cases.processes import environment
 from jax.sharding import Mesh
 
-import jedbatch
 from jedbatch._program.sharded import DeviceAxis
 
 SECONDS = 90  # after which processes hang
@@ -40,17 +39,7 @@ def start(what, count, devices=1):
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     script = Path(__file__).parent / "processes.py"
-    root = Path(jedbatch.__file__).parents[1]
-    path = [str(root), str(script.parents[1]), os.environ.get("PYTHONPATH", "")]
-    env = {
-        **os.environ,
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-    }
-    if jax.config.jax_compilation_cache_dir:
-        env["JAX_COMPILATION_CACHE_DIR"] = jax.config.jax_compilation_cache_dir
-        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-        env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    env = environment(f"--xla_force_host_platform_device_count={devices}")
     pipe = subprocess.PIPE
     started = [
         subprocess.Popen(
