@@ -5,9 +5,9 @@ in `cases`, texts that must not change by accident in `golden`. Tests marked as 
 a table of which some cases are always run (`cases.helpers.mostly_slow`), or train a model.
 
 Most of the time of tests goes into compiling. Slow ones, and modules marked as `unoptimized`, whose
-programs take long, are compiled with little optimization of the machine's code, and on JAX 0.10
-with XLA's older emitters of fusions, which take half as long; all others as users compile them
-(`is_optimized`).
+programs take long or are like those of other tests, are compiled with little optimization of the
+machine's code, and on JAX 0.10 with XLA's older emitters of fusions, which take half as long; all
+others as users compile them (`is_optimized`).
 """
 
 import gc
