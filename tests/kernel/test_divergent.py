@@ -16,6 +16,8 @@ from jedbatch._jaxpr import divergent
 from jedbatch._jaxpr.divergent import lanes_at_a_time
 from jedbatch._jaxpr.program_counters import BRANCH_LANES, LaneRule
 
+pytestmark = pytest.mark.unoptimized
+
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=(4, 4)) / 2, jnp.float32)
 

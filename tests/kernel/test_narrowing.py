@@ -19,6 +19,8 @@ from jedbatch._jaxpr.lane_loops import LoopOfLanes
 from jedbatch._jaxpr.narrowing import narrowed, narrower_widths
 from jedbatch._jaxpr.program_counters import LaneRule
 
+pytestmark = pytest.mark.unoptimized
+
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(4, 4)) / 2, jnp.float32)
 COUNTS = {
