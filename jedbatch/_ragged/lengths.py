@@ -524,17 +524,11 @@ def _general(key: Hashable) -> tuple[Hashable, Hashable]:
     general: list[Any] = []
     form: list[Any] = []
     for token in key:
-        if isinstance(token, tuple) and token:
-            head = token[0]
-            if isinstance(head, str):
-                if head == "array":
-                    token = ("array", token[1][1:], len(token[1]), *token[2:])
-            elif isinstance(head, type) and _is_number(head):
-                general.append(token)
-                form.append(head)
-                continue
+        head = token[0] if type(token) is tuple and token else None
+        if head == "array":
+            token = ("array", token[1][1:], len(token[1]), *token[2:])
         general.append(token)
-        form.append(token)
+        form.append(head if isinstance(head, type) and _is_number(head) else token)
     return tuple(general), tuple(form)
 
 

@@ -119,6 +119,10 @@ def test_keys_of_objects_are_equal(monkeypatch, leaves):
     assert any(a[0] is not None for a in map(instance_key, instances))
 
 
+def named(instance):
+    return type(instance).__name__
+
+
 OF_C = [Parse(1, Parse("a", np.int32(3), np.ones(2, np.float32))), Frozen(1, Op.ADD), Pair(1, 2.0)]
 OF_C += [Plain(1, [Plain(None, {"a": True})]), {"a": np.zeros(3, np.int32)}, (np.float32(1), [])]
 OF_PYTHON = [Slotted(1, 2), Bounded(1, 2), Guarded(1, 2), Plain(1, np.ones(2)), Answering(1, 2)]
@@ -126,13 +130,13 @@ OF_PYTHON += [(OF_C[0], OF_C[0]), Counted(1, 2), {1: (2, Pair(1, 2))}]
 
 
 @compiled
-@pytest.mark.parametrize("instance", OF_C, ids=str)
+@pytest.mark.parametrize("instance", OF_C, ids=named)
 def test_keys_that_the_core_writes(instance):
     assert keys._compiled_tokens(instance) is not None
 
 
 @compiled
-@pytest.mark.parametrize("instance", OF_PYTHON, ids=str)
+@pytest.mark.parametrize("instance", OF_PYTHON, ids=named)
 def test_keys_that_are_left_to_python(instance):
     assert keys._compiled_tokens(instance) is None
 
