@@ -35,15 +35,15 @@ class Frozen:
 
 
 @dataclasses.dataclass(slots=True)
-class Slotted:
+class SlottedParse:
     left: Any
     right: Any
 
 
 @dataclasses.dataclass
-class Counted(Parse):
+class CountedParse(Parse):
     def __post_init__(self):
-        self.count = 1 + isinstance(self.left, Counted)
+        self.count = 1 + isinstance(self.left, CountedParse)
 
 
 @dataclasses.dataclass
@@ -58,7 +58,7 @@ class Guarded:
         return f"no {name}"
 
 
-class Pair(NamedTuple):
+class ParsePair(NamedTuple):
     left: Any
     right: Any
 
@@ -68,19 +68,19 @@ class Bounded(NamedTuple):
     right: Any
 
 
-class Plain:
+class PlainParse:
     def __init__(self, left, right):
         self.left, self.right = left, right
 
 
-class Turned(Plain):
+class Turned(PlainParse):
     def __init__(self, left, right):
         if isinstance(left, int):
             self.right = right
         super().__init__(left, right)
 
 
-class Answering(Plain):
+class Answering(PlainParse):
     @property
     def right(self):
         return 7
@@ -90,7 +90,18 @@ class Answering(Plain):
         self.__dict__["right"] = value
 
 
-CLASSES = [Parse, Frozen, Pair, Plain, Slotted, Counted, Guarded, Bounded, Turned, Answering]
+CLASSES = [
+    Parse,
+    Frozen,
+    ParsePair,
+    PlainParse,
+    SlottedParse,
+    CountedParse,
+    Guarded,
+    Bounded,
+    Turned,
+    Answering,
+]
 LEAVES = [1, 0.0, -0.0, "a", None, True, np.float32(1), np.int64(1), np.bool_(True), Op.ADD]
 LEAVES += [np.ones(2, np.float32), np.ones((2, 3), np.int32), np.zeros((), bool), len, {"a": 1.5}]
 LEFT = [jnp.ones(2), np.array(["a"]), np.array([1, None]), b"x", 1j, {1: 2}, range(3), 1 << 70]
@@ -123,10 +134,24 @@ def named(instance):
     return type(instance).__name__
 
 
-OF_C = [Parse(1, Parse("a", np.int32(3), np.ones(2, np.float32))), Frozen(1, Op.ADD), Pair(1, 2.0)]
-OF_C += [Plain(1, [Plain(None, {"a": True})]), {"a": np.zeros(3, np.int32)}, (np.float32(1), [])]
-OF_PYTHON = [Slotted(1, 2), Bounded(1, 2), Guarded(1, 2), Plain(1, np.ones(2)), Answering(1, 2)]
-OF_PYTHON += [(OF_C[0], OF_C[0]), Counted(1, 2), {1: (2, Pair(1, 2))}]
+OF_C = [
+    Parse(1, Parse("a", np.int32(3), np.ones(2, np.float32))),
+    Frozen(1, Op.ADD),
+    ParsePair(1, 2.0),
+    PlainParse(1, [PlainParse(None, {"a": True})]),
+    {"a": np.zeros(3, np.int32)},
+    (np.float32(1), []),
+]
+OF_PYTHON = [
+    SlottedParse(1, 2),
+    Bounded(1, 2),
+    Guarded(1, 2),
+    PlainParse(1, np.ones(2)),
+    Answering(1, 2),
+    (OF_C[0], OF_C[0]),
+    CountedParse(1, 2),
+    {1: (2, ParsePair(1, 2))},
+]
 
 
 @compiled
@@ -173,7 +198,7 @@ def encode(params, tree):
     return merge(params, encode(params, tree.left), encode(params, tree.right), x)
 
 
-@pytest.mark.parametrize("kind", [Parse, Frozen, Counted, Slotted, Pair])
+@pytest.mark.parametrize("kind", [Parse, Frozen, CountedParse, SlottedParse, ParsePair])
 def test_objects_with_arrays_against_the_loop(kind):
     rng = np.random.default_rng(0)
     params = jnp.eye(3) / 2
@@ -181,7 +206,7 @@ def test_objects_with_arrays_against_the_loop(kind):
     def grown(depth):
         if depth == 0:
             return rng.normal(size=3).astype(np.float32)
-        more = {Parse: (0.5,), Counted: (Op.ADD,)}.get(kind, ())
+        more = {Parse: (0.5,), CountedParse: (Op.ADD,)}.get(kind, ())
         return kind(grown(depth - 1), grown(int(rng.integers(depth))), *more)
 
     trees = [grown(depth) for depth in (1, 3, 2, 3)]
