@@ -303,9 +303,12 @@ def reads_its_dict(kind: Any, names: Iterable[str]) -> bool:
 
 
 def _dataclass_attributes(x: Leaf) -> list[str]:
-    """The names of the fields of an object, and of its attributes beside them."""
-    names = [f.name for f in dataclasses.fields(x)]
-    return [*names, *(name for name in attribute_names(x) if name not in names)]
+    """The names of what an object has, in its order, and of fields that descriptors have for it."""
+    names = attribute_names(x)
+    others = [f.name for f in dataclasses.fields(x) if f.name not in names]
+    at_class = [inspect.getattr_static(type(x), name, None) for name in others]
+    pairs = zip(others, map(inspect.isdatadescriptor, at_class), strict=True)
+    return [*names, *(name for name, is_there in pairs if is_there and hasattr(x, name))]
 
 
 def _beside(x: object, parts: list[Leaf], structure: PyTreeDef) -> list[Hashable]:

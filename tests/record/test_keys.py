@@ -71,6 +71,13 @@ class Words:
         return jnp.sum(jnp.asarray(self.words))
 
 
+@dataclasses.dataclass
+class Unset:
+    x: typing.Any
+    y: typing.Any = 2.0
+    later: typing.Any = dataclasses.field(init=False)
+
+
 class Base(typing.NamedTuple):
     x: float
 
@@ -242,6 +249,22 @@ def test_attributes_beside_the_fields_are_parts():
         assert list(vars(copy).values())[-1] == 1
     fn = lambda p, t: p * t.total  # noqa: E731
     check(fn, P, [looked_at(X), looked_at(5 * X), Words(3 * X)])
+
+
+@pytest.mark.parametrize("x", [3.0, X])
+def test_fields_that_are_not_set_and_fields_in_another_order(x):
+    turned, shorter, whole = Unset(x), Unset(x), Unset(x)
+    turned.x = vars(turned).pop("x")
+    del shorter.y
+    whole.later = 1.0
+    instances = [Unset(x), turned, shorter, whole]
+    assert len({instance_key(t)[0] for t in instances}) == 4
+
+    def fn(p, t):
+        first = next(iter(vars(t)))
+        return p * t.x * (2 if first == "x" else 3) + t.y + getattr(t, "later", 5)
+
+    check(fn, P, instances)
 
 
 def test_an_array_at_two_places_is_one():
