@@ -137,12 +137,12 @@ def _compiled_tokens(instance: PyTree) -> tuple[Hashable, list[Leaf]] | None:
     whose attributes are in their dicts, and at nothing twice.
     """
     compiled = core()
+    if len(_ways) >= MANY_CLASSES:  # before it begins: one instance may have as many
+        _ways.clear()
     while compiled is not None:
         found = compiled.instance_tokens(instance, _ways, (np.ndarray, SAME_DTYPES, typed))
         if found is None or len(found) == 2:
             return found
-        if len(_ways) >= MANY_CLASSES:
-            _ways.clear()
         _ways[type(found[0])] = _way_of(found[0])
     return None
 

@@ -185,6 +185,15 @@ def test_classes_are_forgotten(monkeypatch):
         assert len(keys._ways) <= 3
 
 
+@compiled
+def test_an_instance_of_many_classes(monkeypatch):
+    monkeypatch.setattr(keys, "MANY_CLASSES", 3)
+    kinds = [dataclasses.make_dataclass(f"Part{i}", ["x"]) for i in range(5)]
+    a, b = both(monkeypatch, lambda: [instance_key([k(n) for k in kinds]) for n in (1, 2)])
+    assert a == b
+    assert a[0] != a[1]
+
+
 @jedbatch.cell
 def merge(params, left, right, x):
     return jnp.tanh((left + right) @ params + x)
