@@ -80,6 +80,9 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
         if isinstance(x, np.generic):
             tokens.append((kind, x.dtype, x.tobytes()))
             continue
+        if kind is tuple and not x:  # there is one, which may be met many times
+            tokens.append((kind, 0, None))
+            continue
         if (kind is tuple or kind is list) and id(x) not in places:
             places[id(x)] = len(tokens), x
             tokens.append((kind, len(x), None))

@@ -136,6 +136,7 @@ def named(instance):
 
 OF_C = [
     Parse(1, Parse("a", np.int32(3), np.ones(2, np.float32))),
+    Parse((), Parse((), ((), []))),
     Frozen(1, Op.ADD),
     ParsePair(1, 2.0),
     PlainParse(1, [PlainParse(None, {"a": True})]),

@@ -454,8 +454,10 @@ is_new(Tokens *self, PyObject *x)
 static int
 take_items(Tokens *self, PyObject *x, PyObject *token)
 {
-    int is_list = PyList_Check(x), written = is_new(self, x);
+    int is_list = PyList_Check(x);
     Py_ssize_t length = is_list ? PyList_Size(x) : PyTuple_Size(x), first = self->count;
+    int is_empty = length == 0 && PyTuple_CheckExact(x); /* there is one, met many times */
+    int written = is_empty ? IS_WRITTEN : is_new(self, x);
     if (written == IS_WRITTEN)
         written = add_token(self, token != NULL ? Py_NewRef(token)
                                                 : Py_BuildValue("(OnO)", Py_TYPE(x), length,
@@ -554,17 +556,21 @@ take_object(Tokens *self, PyObject *x)
     PyObject *way = PyDict_GetItemWithError(self->ways, (PyObject *)Py_TYPE(x));
     if (way == NULL || way == Py_None)
         return PyErr_Occurred() ? -1 : way == NULL ? IS_LEFT : IS_OTHER;
+    Py_INCREF(way); /* which others may forget while Python code runs */
     PyObject *token, *names;
-    int how, is_found = PyArg_ParseTuple(way, "iOO", &how, &token, &names);
-    if (!is_found)
-        return -1;
-    if (how == SCALAR)
-        return take_scalar(self, x);
-    if (how == LEAF)
-        return add_token(self, PyObject_CallFunctionObjArgs(self->typed, x, NULL));
-    if (how == NAMED)
-        return PyTuple_Size(x) == PyTuple_Size(names) ? take_items(self, x, token) : IS_OTHER;
-    return take_attributes(self, x, token, names, how == FIELDS);
+    int how, written = IS_OTHER;
+    if (!PyArg_ParseTuple(way, "iOO", &how, &token, &names))
+        written = -1;
+    else if (how == SCALAR)
+        written = take_scalar(self, x);
+    else if (how == LEAF)
+        written = add_token(self, PyObject_CallFunctionObjArgs(self->typed, x, NULL));
+    else if (how != NAMED)
+        written = take_attributes(self, x, token, names, how == FIELDS);
+    else if (PyTuple_Size(x) == PyTuple_Size(names))
+        written = take_items(self, x, token);
+    Py_DECREF(way);
+    return written;
 }
 
 static int
