@@ -142,14 +142,20 @@ class RaggedRecord(Record):
 
 
 def lacks_rows(record: Record, arrays: Sequence[jax.Array]) -> bool:
-    """Returns whether an instance has fewer rows than some part of them has less, as `x[1:]`."""
+    """Returns whether an instance has fewer rows than some part of them has less, as `x[1:]`.
+
+    Or none where an extent is one modulo the number of rows, as of `jnp.roll`.
+    """
     if not isinstance(record, RaggedRecord):
         return False
     for call in record.calls:
         phased = call.region.packed.phased
         if not phased.lacks_nothing:
             lengths = dict(zip(phased.symbols, call.lengths(arrays), strict=True))
-            if any(extent_at(e, lengths) < 0 for e in phased.all_extents):
+            try:
+                if any(extent_at(e, lengths) < 0 for e in phased.all_extents):
+                    return True
+            except ZeroDivisionError:
                 return True
     return False
 

@@ -278,6 +278,13 @@ def test_a_maximum_of_nothing_names_the_instance():
         batched(weights(), [x for x, *_ in made([2, 1, 3, 0])])
 
 
+def test_rolls_of_nothing():
+    batched = jedbatch.batch(lambda x: jnp.roll(x, 1, axis=0) * x, in_axes=(0,), out_axes=None)
+    instances = [np.arange(n, dtype=np.float32) for n in (3, 0, 2)]
+    for out, x in zip(batched(instances), instances, strict=True):
+        np.testing.assert_array_equal(out, np.roll(x, 1) * x)
+
+
 # --- parts of larger functions --------------------------------------------------------------------
 
 
