@@ -205,6 +205,18 @@ class PhasedProgram:
         return list(dict.fromkeys(e for v in _variables(self.jaxpr) for e in extents_of(v)))
 
     @functools.cached_property
+    def windows(self) -> list[tuple[AxisSize, int]]:
+        """(extent, how many rows) of arrays of which rows that follow one another are read."""
+        found = []
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive.name == "gather":
+                sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
+                single = eqn.params["dimension_numbers"].collapsed_slice_dims
+                axes = [a for a in ragged_axes(shape) if a not in single]
+                found += [(shape[a], sizes[a]) for a in axes if type(sizes[a]) is int]
+        return list(dict.fromkeys(found))
+
+    @functools.cached_property
     def lacks_nothing(self) -> bool:
         """Whether instances have all rows they need as long as none of their lengths is 0."""
         needed = [*self.all_extents, *(e for e, _ in self.nonempty)]

@@ -285,6 +285,13 @@ def test_rolls_of_nothing():
         np.testing.assert_array_equal(out, np.roll(x, 1) * x)
 
 
+def test_last_rows_of_nothing():
+    batched = jedbatch.batch(lambda x: jnp.sin(x)[-1:], in_axes=(0,), out_axes=None)
+    instances = [np.arange(n, dtype=np.float32) for n in (3, 0, 2)]
+    for out, x in zip(batched(instances), instances, strict=True):
+        np.testing.assert_allclose(out, np.sin(x)[-1:], rtol=1e-6)
+
+
 # --- parts of larger functions --------------------------------------------------------------------
 
 
