@@ -144,7 +144,8 @@ class RaggedRecord(Record):
 def lacks_rows(record: Record, arrays: Sequence[jax.Array]) -> bool:
     """Returns whether an instance has fewer rows than some part of them has less, as `x[1:]`.
 
-    Or than a part of a known size takes, as `x[-1:]`; or none where an extent is one modulo the number of rows, as of `jnp.roll`.
+    Or than a part of a known size takes, as `x[-1:]`; or none where an extent is a number modulo
+    that of rows, as of `jnp.roll`.
     """
     if not isinstance(record, RaggedRecord):
         return False
