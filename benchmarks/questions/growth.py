@@ -54,10 +54,10 @@ def measure(path: str | None, target: int, hidden: int) -> tuple[int, np.ndarray
     score = jedbatch.batch(tree.scorer(cells))
     run = common.compiled(common.batched_loss(score)).infer
     warm, *rest = work
+    gc.collect()  # what the size before left behind is not this one's
     jax.block_until_ready(run(params, planning(score, params, warm)[1]))
     found = []
     for trees in rest:
-        gc.collect()  # what the size before left behind is not this one's
         unseen, plan = planning(score, params, trees)
         known, plan = planning(score, params, trees)
         nodes = len(plan.graph.node_type)
