@@ -49,6 +49,7 @@ def trace(
     types: Callable[[int], Any] | None = None,
     lists: Merges | None = None,
     finished: Callable[[Graph], Graph] | None = None,
+    numbers: Sequence[int] | None = None,
 ) -> tuple[list[Record], list[bool], list[Any]]:
     """Runs `fn` on symbolic values, once per instance.
 
@@ -64,13 +65,15 @@ def trace(
         dtype, weak) of its arrays; None, or given none, if extents are to be known.
       lists: merges what is done with lists, if there is no grouping.
       finished: makes the graph that is returned of what was recorded, if there is no grouping.
+      numbers: of the instances in the minibatch, for messages; None if these are all of it.
 
     Returns:
       For each instance its record and whether it may be kept for later calls, and the tracers of
       outer transformations that `fn` closes over.
     """
+    numbers = range(len(instances)) if numbers is None else numbers
     record = functools.partial(
-        _record, fn, registry, instances, arrays, arrange, grouping, read, types
+        _record, fn, registry, instances, arrays, arrange, grouping, read, types, numbers
     )
 
     def assumed() -> object:
@@ -97,17 +100,17 @@ def trace(
     return Record.of_all(graph, forms), caching, recorder.tracers
 
 
-def _record(fn, registry, instances, arrays, arrange, grouping, read, types):
+def _record(fn, registry, instances, arrays, arrange, grouping, read, types, numbers):
     """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
     caller = trace_of_caller()
     recorder = Recorder(registry, caller, grouping, read)
     end = ending(recorder)
     with Restored(end), Restored(end), set_current_trace(caller), set_current_trace(recorder):
         begin_recording(recorder)
-        return recorder, *_record_all(fn, recorder, instances, arrays, arrange, types)
+        return recorder, *_record_all(fn, recorder, instances, arrays, arrange, types, numbers)
 
 
-def _record_all(fn, recorder, instances, arrays, arrange, types):
+def _record_all(fn, recorder, instances, arrays, arrange, types, numbers):
     outputs: list[int] = []
     forms: list[tuple[Any, tuple]] = []
     caching = []
@@ -124,7 +127,7 @@ def _record_all(fn, recorder, instances, arrays, arrange, types):
                 leaves, structure = flatten(result, "the result of the function")
                 results = [recorder.output(leaf) for leaf in leaves]
         except Exception as error:
-            note_instance(error, i, arrays[i])
+            note_instance(error, numbers[i], arrays[i])
             raise
         outputs += [index for index, _ in results]
         form = structure, tuple([kind for _, kind in results])

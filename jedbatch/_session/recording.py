@@ -139,7 +139,7 @@ class Recording:
             return records, arrays, [], len(instances)
         revision, grouping = cache.revision, cache.grouping
         new_parts: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]
-        graphs, keep, tracers = self._record(cache, new_parts[0], new_parts[1], new_parts[2], read)
+        graphs, keep, tracers = self._record(cache, new, *new_parts, read)
         if cache.revision != revision:
             cache.forget_records()
             raise GuardFailed
@@ -176,7 +176,7 @@ class Recording:
                 form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]
                 keys[i] = ("given", self.key(*instances[i]), *form)
 
-    def _record(self, cache: RecordCache, instances, arrays, given, read) -> Any:
+    def _record(self, cache: RecordCache, numbers, instances, arrays, given, read) -> Any:
         """Records instances: (records, whether to keep each, closed-over tracers).
 
         Arrays that differ in length are recorded for every length. What cannot be, is recorded as
@@ -186,7 +186,8 @@ class Recording:
         """
         arguments = self.fn, cache.registry, instances, arrays, self.join
         finished = None if cache.readouts is None else cache.readouts.merge
-        record = functools.partial(trace, *arguments, lists=cache.lists, finished=finished)
+        kept = {"lists": cache.lists, "finished": finished, "numbers": numbers}
+        record = functools.partial(trace, *arguments, **kept)
         if not any(given):
             return record_either_way(cache, functools.partial(record, read=read))
         attempt = RaggedRecording(cache, arrays, given)

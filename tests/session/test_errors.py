@@ -297,6 +297,22 @@ def test_an_error_of_an_operation_names_its_types_and_line(fn, note):
     assert len(said) == 1
 
 
+def test_an_error_names_the_instance_by_its_number_among_all():
+    """Those that were met before, and are not recorded again, count."""
+
+    def broken(p, n):
+        return p["b"].sum() / n if n != 3 else len(n)
+
+    batched = jedbatch.batch(broken)
+    batched.plan(LAYER, [1, 2])
+    ragged = jedbatch.batch(lambda p, x: (broken(p, 3) if x.ndim > 1 else x.sum()))
+    ragged.plan(LAYER, [X, X[:2]])
+    for function, instances in ((batched, [1, 2, 1, 3]), (ragged, [X, X[:2], X[:1], X[None]])):
+        with pytest.raises(TypeError) as caught:
+            function.plan(LAYER, instances)
+        assert "while instance 3 was recorded." in notes_of(caught)[-1]
+
+
 def test_arguments_of_a_cell():
     with pytest.raises(TypeError, match="keyword argument `p`; keyword arguments are static"):
         jedbatch.batch(lambda p, x: double(p=p, x=x))(P, [X])
