@@ -305,7 +305,7 @@ def test_an_error_names_the_instance_by_its_number_among_all():
 
     batched = jedbatch.batch(broken)
     batched.plan(LAYER, [1, 2])
-    ragged = jedbatch.batch(lambda p, x: (broken(p, 3) if x.ndim > 1 else x.sum()))
+    ragged = jedbatch.batch(lambda p, x: broken(p, 3) if x.ndim > 1 else x.sum())
     ragged.plan(LAYER, [X, X[:2]])
     for function, instances in ((batched, [1, 2, 1, 3]), (ragged, [X, X[:2], X[:1], X[None]])):
         with pytest.raises(TypeError) as caught:
