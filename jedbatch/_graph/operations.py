@@ -51,6 +51,18 @@ class Operation:
         """The program."""
         return self.program if self.like is None else self.program()
 
+    def __reduce__(self) -> str:
+        """Raises `TypeError`: programs are those of this process."""
+        raise TypeError(
+            "`pickle` got an operation, such as a graph or a layout of a plan has: a program of "
+            "this process. Expected a graph of operations that other processes know by name: "
+            "pickle what `batched.graph(*shared, instances)` returns for the same instances, or "
+            "`Graph.from_dag`. Schedules and policies can be pickled, too."
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Operation":
+        return self  # it is frozen
+
 
 class PrimitiveKey:
     """A primitive with its parameters; one object for equal ones, so hashing it is fast.

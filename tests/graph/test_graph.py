@@ -1,7 +1,9 @@
 """Graphs as data: built from arrays, merged, checked, stored, computed."""
 
+import copy
 import dataclasses
 import json
+import pickle
 import zipfile
 
 import jax
@@ -312,6 +314,20 @@ def test_recorded_graphs_with_arrays_of_instances_are_not_stored(tmp_path):
     plan = jedbatch.batch(lambda p, x: p * x).plan(jnp.ones(2), [np.ones(2, np.float32)])
     with pytest.raises(ValueError, match="from_dag"):
         plan.graph.save(tmp_path / "graph.npz")
+
+
+def test_graphs_of_plans_are_copied_and_say_what_to_pickle_instead():
+    batched = jedbatch.batch(lambda p, x: jnp.sin(p * x), in_axes=(None, 0))
+    given = jnp.ones(2), [np.ones(2, np.float32)] * 2
+    plan = batched.plan(*given)
+    copied = copy.deepcopy(plan.graph)
+    assert copied.types == plan.graph.types
+    assert copied.operand is not plan.graph.operand
+    assert copy.deepcopy(plan.layout).explain() == plan.layout.explain()
+    for value in (plan.graph, plan.layout):
+        with pytest.raises(TypeError, match=r"pickle what `batched.graph"):
+            pickle.dumps(value)
+    assert str(pickle.loads(pickle.dumps(batched.graph(*given)))) == str(batched.graph(*given))
 
 
 def test_printing():
