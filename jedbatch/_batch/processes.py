@@ -112,6 +112,8 @@ def in_processes(
         except Exception as error:
             error.add_note(f"This happened while minibatch {number} was planned.")
             raise
+        if has_ended and not waiting:
+            pool.close()  # whoever asks for as many plans as there are never asks for another
         yield plan
 
 
