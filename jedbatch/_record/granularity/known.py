@@ -65,7 +65,8 @@ class KnownStretches:
         place = self._root
         ends = itertools.accumulate(arity)
         for node_type, num, end in zip(node_types, arity, ends, strict=True):
-            place = place.setdefault((node_type, *reads[end - num : end]), {})
+            of_type = place.setdefault(node_type, {})
+            place = of_type.setdefault(tuple(reads[end - num : end]), {})
         old = place.setdefault(None, new)
         self.is_ambiguous |= old.numbers != new.numbers or _blocks(old) != _blocks(new)
 
@@ -81,12 +82,13 @@ class KnownStretches:
                 origin = first[begin]
                 external: dict[int, int] = {}
                 place, n, found = root, begin, None
-                while n < end:
+                while n < end and types[n] in place:
+                    of_type = place[types[n]]
                     reads = relative(operand[ptr[n] : ptr[n + 1]], origin, external)
-                    key = (types[n], *reads)
-                    if key not in place:
+                    key = tuple(reads)
+                    if key not in of_type:
                         break
-                    place, n = place[key], n + 1
+                    place, n = of_type[key], n + 1
                     if None in place:
                         found = n, place[None], len(external)
                 if found is None:
