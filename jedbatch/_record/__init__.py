@@ -7,62 +7,64 @@ Read in this order:
 2. `instance_key`: Keys of instances: equal for instances that have the same graph.
 3. `closures`: Identity of Python functions: equal keys for functions that compute the same.
 4. `cell`: `cell`: a function as one unit of batching.
-5. `environment`: The values that a function reads besides its arguments, and detection of changes
+5. `readers`: How environments read what they have seen once more: functions from a thing to what
+   is in it.
+6. `environment`: The values that a function reads besides its arguments, and detection of changes
    to them.
-6. `escapes`: Traced values that outlive their trace: kept by the user, or by the caches of
+7. `escapes`: Traced values that outlive their trace: kept by the user, or by the caches of
    libraries.
-7. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
+8. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
    jaxprs.
-8. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
-9. `element_functions`: Functions of one element of a list, computed once where the element is
+9. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
+10. `element_functions`: Functions of one element of a list, computed once where the element is
    made.
-10. `padded_calls`: Nodes with lists as nodes of types that have room for more elements.
-11. `arity`: Cells that take lists of any length: one type for many lengths.
-12. `shared_values`: Values that do not depend on the instance, and how they are computed before
+11. `padded_calls`: Nodes with lists as nodes of types that have room for more elements.
+12. `arity`: Cells that take lists of any length: one type for many lengths.
+13. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
-13. `shared_operands`: Shared arrays that cells get in place of values.
-14. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
+14. `shared_operands`: Shared arrays that cells get in place of values.
+15. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
    a context.
-15. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
+16. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
    enough.
-16. `registry`: Types, shared values and calls seen while recording, interned.
-17. `failures`: What errors of users' functions say besides what JAX says: where they
+17. `registry`: Types, shared values and calls seen while recording, interned.
+18. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
-18. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-19. `operators`: Indexing symbols, and Python's operators on them.
-20. `fast_path`: Recording calls of cells the second time: by a short description of their
+19. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+20. `operators`: Indexing symbols, and Python's operators on them.
+21. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
-21. `slow_path`: Recording calls of cells the first time, and those without a short description.
-22. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
+22. `slow_path`: Recording calls of cells the first time, and those without a short description.
+23. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
    `jnp.zeros(8)`.
-23. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-24. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-25. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+24. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+25. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+26. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-26. `recorder`: A recorder of what a function does to symbolic values.
-27. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-28. `thread_settings`: The settings of a thread, for work that goes on in another one.
-29. `deep`: Recursion deeper than Python's limit.
-30. `trace`: Recording a minibatch: every instance of it as a graph.
-31. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+27. `recorder`: A recorder of what a function does to symbolic values.
+28. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+29. `thread_settings`: The settings of a thread, for work that goes on in another one.
+30. `deep`: Recursion deeper than Python's limit.
+31. `trace`: Recording a minibatch: every instance of it as a graph.
+32. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-32. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-33. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+33. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+34. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-34. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+35. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-35. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+36. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-36. `granularity.fuse`: Finding cells without marks: operations that always run together become
+37. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-37. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+38. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-38. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+39. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-39. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-40. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+40. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+41. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-41. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-42. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+42. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+43. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """

@@ -8,6 +8,7 @@ symbolic values that a function closes over directly are operands instead.
 import contextlib
 import enum
 import functools
+import sys
 import types
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -162,3 +163,20 @@ def _is_assigned(cell: types.CellType) -> bool:
 
 
 NUMBER = object()  # stands for a number that a function takes as an operand
+
+
+@functools.lru_cache(maxsize=4096)
+def code_names(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and attributes that code reads, functions in it included."""
+    inner = (code_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+@functools.lru_cache(maxsize=4096)
+def is_installed(module: str) -> bool:
+    """Returns whether a module belongs to an installed package or to Python."""
+    root = module.partition(".")[0]
+    if root in sys.stdlib_module_names or root == "jedbatch":
+        return True
+    file = getattr(sys.modules.get(root), "__file__", None) or ""
+    return "site-packages" in file or "dist-packages" in file

@@ -32,10 +32,9 @@ import functools
 import hashlib
 import itertools
 import operator
-import sys
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,11 +45,27 @@ from jedbatch._jaxpr.identity import (
     BY_IDENTITY,
     attribute_names,
     is_all_python,
-    slot_names,
     typed,
     typed_or_same,
 )
-from jedbatch._record.closures import cell_of
+from jedbatch._record.closures import cell_of, code_names, is_installed
+from jedbatch._record.readers import (
+    attribute,
+    of_all_slots,
+    of_attributes,
+    of_cells,
+    of_class,
+    of_dict,
+    of_dicts,
+    of_functions,
+    of_names,
+    of_object,
+    of_objects,
+    of_rows,
+    of_slots,
+    reader_of_slots,
+    stays,
+)
 from jedbatch._support.native import function_types
 from jedbatch._support.types import Array, Leaf
 
@@ -61,8 +76,6 @@ MAX_TEXTS = 16  # that have a number, before the oldest is forgotten
 _PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _CONTAINERS = (tuple, list, dict, set, frozenset, collections.deque)
 _OPAQUE = frozenset({"jax", "jaxlib", "numpy", "ml_dtypes", "jedbatch"})
-_MISSING = object()
-_of_function = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 
 class _Weakly:
@@ -281,20 +294,20 @@ class _Walk:
                 self._text.append(typed(x))
             elif isinstance(x, types.ModuleType):
                 self._text.append(typed(x))
-                if not _is_installed(x.__name__):
+                if not is_installed(x.__name__):
                     self._visit_names(thing, "attribute", vars(x), thing.names)
             elif id(x) in self._places:
                 self._text.append(("again", self._places[id(x)][0]))
             else:
                 self._places[id(x)] = len(self._text), x
                 self._visit(thing, x, type(x))
-        self.guards.append(_Guard.of(_of_functions, self._functions))
-        self.guards.append(_Guard.of(_of_cells, self._cells))
-        self._guard_alike(_of_dict, _of_dicts, self._dicts)
-        self._guard_alike(_of_object, _of_objects, self._plain)
-        self._guard_alike(_of_slots, _of_all_slots, self._slotted)
+        self.guards.append(_Guard.of(of_functions, self._functions))
+        self.guards.append(_Guard.of(of_cells, self._cells))
+        self._guard_alike(of_dict, of_dicts, self._dicts)
+        self._guard_alike(of_object, of_objects, self._plain)
+        self._guard_alike(of_slots, of_all_slots, self._slotted)
         for namespace, names in self._named.values():
-            self.guards.append(_Guard.of(functools.partial(_of_names, tuple(names)), namespace))
+            self.guards.append(_Guard.of(functools.partial(of_names, tuple(names)), namespace))
         return tuple(self._text)
 
     def _guard_alike(self, read: Callable, read_all: Callable, subjects: Sequence[Any]) -> None:
@@ -334,7 +347,7 @@ class _Walk:
         elif isinstance(x, type):
             text.append(typed(x))
             for k in x.__mro__:
-                if not _is_installed(k.__module__):
+                if not is_installed(k.__module__):
                     self._visit_class(thing, k)
         elif isinstance(x, _CONTAINERS):
             text.append(kind)
@@ -365,10 +378,10 @@ class _Walk:
         cells = list(fn.__closure__ or ())
         parts = [k for k in ("__defaults__", "__kwdefaults__", "__dict__") if getattr(fn, k)]
         room = self._add(thing, "get", parts, [getattr(fn, part) for part in parts])
-        if room and self._add(thing, "cell", range(len(cells)), _of_cells(cells), names):
+        if room and self._add(thing, "cell", range(len(cells)), of_cells(cells), names):
             self._functions.append(fn)
             self._cells += cells
-        if not _is_installed(fn.__module__ or ""):
+        if not is_installed(fn.__module__ or ""):
             self._visit_names(thing, "global", fn.__globals__, names)
 
     def _visit_names(
@@ -384,7 +397,7 @@ class _Walk:
     def _visit_class(self, thing: _Thing, kind: type) -> None:
         attributes = {k: x for k, x in vars(kind).items() if k not in _OF_EVERY_CLASS}
         if self._add(thing, "class", [(kind, k) for k in attributes], list(attributes.values())):
-            self.guards.append(_Guard.of(_of_class, kind))
+            self.guards.append(_Guard.of(of_class, kind))
 
     def _visit_container(self, thing: _Thing, x: Leaf) -> None:
         self._text.append(len(x))
@@ -394,7 +407,7 @@ class _Walk:
             self._text += map(typed_or_same, x)
             if self._add(thing, "item", list(x), list(x.values())):
                 self._dicts.append(x)
-        elif self._add(thing, "item", range(len(x)), list(x)) and not _stays(x):
+        elif self._add(thing, "item", range(len(x)), list(x)) and not stays(x):
             self.guards.append(_Guard.of(tuple, x))
 
     def _visit_attributes(self, thing: _Thing) -> None:
@@ -403,14 +416,14 @@ class _Walk:
         names = attribute_names(x)
         self._text += names
         if names or hasattr(x, "__dict__"):
-            attributes = _of_attributes(x)
+            attributes = of_attributes(x)
             if self._add(thing, "attribute", names, attributes[len(names) :]):
                 if len(names) == len(getattr(x, "__dict__", ())):
                     self._plain.append(x)
-                elif not hasattr(x, "__dict__") and (read := _reader_of_slots(kind, *names)):
+                elif not hasattr(x, "__dict__") and (read := reader_of_slots(kind, *names)):
                     self._slotted.append((read, x))
                 else:
-                    self.guards.append(_Guard.of(_of_attributes, x))
+                    self.guards.append(_Guard.of(of_attributes, x))
 
     def _visit_parts(self, thing: _Thing) -> None:
         """The functions and objects that something was made of, for good."""
@@ -431,7 +444,7 @@ class _Walk:
         if self._bytes <= MAX_COMPARED_BYTES:
             copy = x.copy()
             self._text.append((x.dtype, x.shape, copy.tobytes()))
-            self.guards.append(_Guard.of(functools.partial(_of_rows, copy), x))
+            self.guards.append(_Guard.of(functools.partial(of_rows, copy), x))
         else:
             self._text.append(object())  # equal to nothing
             self.guards.append(_Guard(tuple, (), (None,), False))
@@ -465,13 +478,8 @@ def _steps(way: Any) -> AccessPath:
     return AccessPath(tuple(reversed(steps)))
 
 
-def _attribute(x: object, name: str) -> Any:
-    attributes = getattr(x, "__dict__", {})
-    return attributes[name] if name in attributes else getattr(x, name)
-
-
 _FOLLOW: dict[str, Callable[[Any, Any], Any]] = {
-    "attribute": _attribute,
+    "attribute": attribute,
     "cell": lambda fn, k: fn.__closure__[k].cell_contents,
     "class": lambda _, place: vars(place[0])[place[1]],
     "get": lambda x, name: operator.attrgetter(name)(x),
@@ -492,107 +500,3 @@ _PARTS: dict[Any, list[str]] = {
 }
 _OF_EVERY_CELL = frozenset({*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cell"})
 _OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__slotnames__"})
-
-
-def _of_functions(functions: list[types.FunctionType]) -> list[Any]:
-    return [part for fn in functions for part in (*_of_function(fn), len(fn.__dict__))]
-
-
-def _of_cells(cells: list[types.CellType]) -> list[Any]:
-    try:
-        return [cell.cell_contents for cell in cells]
-    except ValueError:  # a name not assigned yet
-        return [_contents(cell) for cell in cells]
-
-
-def _contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _MISSING
-
-
-def _of_names(names: tuple[str, ...], namespace: dict[str, Any]) -> Iterator[Any]:
-    return map(namespace.get, names, itertools.repeat(_MISSING))
-
-
-def _of_dict(x: dict) -> tuple[Any, ...]:
-    return *x, *x.values()
-
-
-def _of_dicts(dicts: list[dict]) -> list[Any]:
-    things: list[Any] = []
-    for x in dicts:
-        things.append(len(x))  # a small number is one object
-        things += x
-        things += x.values()
-    return things
-
-
-def _of_objects(objects: list[Any]) -> list[Any]:
-    return _of_dicts([x.__dict__ for x in objects])
-
-
-def _of_slots(pair: tuple[Callable, Any]) -> tuple[Any, ...]:
-    read, x = pair
-    try:
-        return read(x)
-    except AttributeError:  # one has been deleted
-        return ()
-
-
-def _of_all_slots(pairs: list[tuple[Callable, Any]]) -> list[Any]:
-    try:
-        return [thing for read, x in pairs for thing in read(x)]
-    except AttributeError:
-        return []
-
-
-@functools.lru_cache(maxsize=512)
-def _reader_of_slots(kind: type, *names: str) -> Callable | None:
-    """Returns what reads the slots of an object, if these are all; None if there are others."""
-    if names != slot_names(kind):
-        return None
-    read = operator.attrgetter(*names)
-    return read if len(names) > 1 else lambda x: (read(x),)
-
-
-def _stays(x: Leaf) -> bool:
-    """True of tuples, which hold the same things for good."""
-    return isinstance(x, tuple) and type(x).__iter__ is tuple.__iter__
-
-
-def _of_class(kind: type) -> tuple[Any, ...]:
-    return tuple(vars(kind).values())
-
-
-def _of_object(x: object) -> tuple[Any, ...]:
-    attributes = x.__dict__
-    return *attributes, *attributes.values()
-
-
-def _of_attributes(x: object) -> list[Any]:
-    names = attribute_names(x)
-    return [*names, *(_attribute(x, name) for name in names)]
-
-
-def _of_rows(copy: np.ndarray, x: np.ndarray) -> tuple[bool]:
-    same = x.dtype == copy.dtype and x.shape == copy.shape
-    return (same and x.tobytes() == copy.tobytes(),)
-
-
-@functools.lru_cache(maxsize=4096)
-def code_names(code: types.CodeType) -> frozenset[str]:
-    """The names of globals and attributes that code reads, functions in it included."""
-    inner = (code_names(c) for c in code.co_consts if isinstance(c, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_installed(module: str) -> bool:
-    """Returns whether a module belongs to an installed package or to Python."""
-    root = module.partition(".")[0]
-    if root in sys.stdlib_module_names or root == "jedbatch":
-        return True
-    file = getattr(sys.modules.get(root), "__file__", None) or ""
-    return "site-packages" in file or "dist-packages" in file

@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.core import Tracer
 
-from jedbatch._record.environment import _is_installed
+from jedbatch._record.closures import is_installed
 from jedbatch._support.native import function_types
 from jedbatch._support.types import Leaf
 
@@ -67,8 +67,8 @@ def _is_end(x: object) -> bool:
 
 def _is_of_user(x: Leaf) -> bool:
     if isinstance(x, types.FrameType):
-        return not _is_installed(x.f_globals.get("__name__", ""))
+        return not is_installed(x.f_globals.get("__name__", ""))
     if _is_module(x):
-        return not _is_installed(x["__name__"])
+        return not is_installed(x["__name__"])
     module = x.__module__ if isinstance(x, function_types()) else type(x).__module__
-    return not _is_installed(module or "")
+    return not is_installed(module or "")

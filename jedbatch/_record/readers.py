@@ -1,0 +1,111 @@
+"""How environments read what they have seen once more: functions from a thing to what is in it.
+
+They are called before each call of a batched function, and so do as little as they can.
+"""
+
+import functools
+import itertools
+import operator
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jedbatch._jaxpr.identity import attribute_names, slot_names
+from jedbatch._support.types import Leaf
+
+_MISSING = object()
+_of_function = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+def attribute(x: object, name: str) -> Any:
+    attributes = getattr(x, "__dict__", {})
+    return attributes[name] if name in attributes else getattr(x, name)
+
+
+def of_functions(functions: list[types.FunctionType]) -> list[Any]:
+    return [part for fn in functions for part in (*_of_function(fn), len(fn.__dict__))]
+
+
+def of_cells(cells: list[types.CellType]) -> list[Any]:
+    try:
+        return [cell.cell_contents for cell in cells]
+    except ValueError:  # a name not assigned yet
+        return [_contents(cell) for cell in cells]
+
+
+def _contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _MISSING
+
+
+def of_names(names: tuple[str, ...], namespace: dict[str, Any]) -> Iterator[Any]:
+    return map(namespace.get, names, itertools.repeat(_MISSING))
+
+
+def of_dict(x: dict) -> tuple[Any, ...]:
+    return *x, *x.values()
+
+
+def of_dicts(dicts: list[dict]) -> list[Any]:
+    things: list[Any] = []
+    for x in dicts:
+        things.append(len(x))  # a small number is one object
+        things += x
+        things += x.values()
+    return things
+
+
+def of_objects(objects: list[Any]) -> list[Any]:
+    return of_dicts([x.__dict__ for x in objects])
+
+
+def of_slots(pair: tuple[Callable, Any]) -> tuple[Any, ...]:
+    read, x = pair
+    try:
+        return read(x)
+    except AttributeError:  # one has been deleted
+        return ()
+
+
+def of_all_slots(pairs: list[tuple[Callable, Any]]) -> list[Any]:
+    try:
+        return [thing for read, x in pairs for thing in read(x)]
+    except AttributeError:
+        return []
+
+
+@functools.lru_cache(maxsize=512)
+def reader_of_slots(kind: type, *names: str) -> Callable | None:
+    """Returns what reads the slots of an object, if these are all; None if there are others."""
+    if names != slot_names(kind):
+        return None
+    read = operator.attrgetter(*names)
+    return read if len(names) > 1 else lambda x: (read(x),)
+
+
+def stays(x: Leaf) -> bool:
+    """True of tuples, which hold the same things for good."""
+    return isinstance(x, tuple) and type(x).__iter__ is tuple.__iter__
+
+
+def of_class(kind: type) -> tuple[Any, ...]:
+    return tuple(vars(kind).values())
+
+
+def of_object(x: object) -> tuple[Any, ...]:
+    attributes = x.__dict__
+    return *attributes, *attributes.values()
+
+
+def of_attributes(x: object) -> list[Any]:
+    names = attribute_names(x)
+    return [*names, *(attribute(x, name) for name in names)]
+
+
+def of_rows(copy: np.ndarray, x: np.ndarray) -> tuple[bool]:
+    same = x.dtype == copy.dtype and x.shape == copy.shape
+    return (same and x.tobytes() == copy.tobytes(),)
