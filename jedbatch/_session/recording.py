@@ -186,8 +186,9 @@ class Recording:
         """
         arguments = self.fn, cache.registry, instances, arrays, self.join
         finished = None if cache.readouts is None else cache.readouts.merge
-        kept = {"lists": cache.lists, "finished": finished, "numbers": numbers}
-        record = functools.partial(trace, *arguments, **kept)
+        record = functools.partial(
+            trace, *arguments, lists=cache.lists, finished=finished, numbers=numbers
+        )
         if not any(given):
             return record_either_way(cache, functools.partial(record, read=read))
         attempt = RaggedRecording(cache, arrays, given)
