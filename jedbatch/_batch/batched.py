@@ -526,6 +526,7 @@ class Batched(Generic[*Given, Result]):
         finally:
             cache.nothing_to_read()
             if num_known < len(instances):  # else the function was not called
+                self._environment.meet(self._recording.classes)
                 self._environment.settle(reached)
         return records, arrays, tracers, num_known, reached
 

@@ -98,7 +98,7 @@ class Planner:
             )
         self._digest = self._exporter.digest(plan)
         self._reached = batched._environment.look().number
-        self._read = batched._environment.digest()
+        self._note_read()
         self._pickled()
 
     def __call__(self, instances: Sequence[Any]) -> Prepared:
@@ -163,7 +163,15 @@ class Planner:
         number = environment.look().number
         if number != self._reached and environment.digest() == self._read:
             self._reached = number
-        return bool(number == self._reached)
+        is_current = bool(number == self._reached)
+        if is_current and len(environment.classes) != self._num_classes:
+            self._note_read()
+        return is_current
+
+    def _note_read(self) -> None:
+        """Takes note of what the function reads, classes of the instances so far included."""
+        environment = self._batched._environment
+        self._read, self._num_classes = environment.digest(), len(environment.classes)
 
     @property
     def _is_imported(self) -> bool:
@@ -225,6 +233,7 @@ class Planner:
             "options": (*axes, batched.policy, options),
             "shared arguments": jax.tree.unflatten(structure, specs),
             "instances": self._sample,
+            "classes of instances": batched._environment.classes,
         }
         pickled = {}
         for name, part in parts.items():
@@ -344,10 +353,11 @@ class _Work:
             for name, value in state["settings"].items():
                 if getattr(jax.config, f"jax_{name}") != value:
                     jax.config.update(f"jax_{name}", value)
-        function, options, shared, sample = map(pickle.loads, state["parts"].values())
+        function, options, shared, sample, classes = map(pickle.loads, state["parts"].values())
         batched_class, portable = function
         self._identity = state["identity"]
         self._batched = batched_class(_function_of(portable), *options)
+        self._batched._environment.meet(classes)  # those whose digest was sent
         self._sample, self._gradient = sample, state["gradient"]
         self._session, _ = self._batched._session(shared)
         self._programs = ImportedPrograms(self._session.programs)

@@ -10,6 +10,8 @@ assigned again. So everything that it can reach is looked at before each call:
     containers    what is in them
     objects       attributes; methods and attributes of their class
     modules       what is named by the code that names the module
+    classes of objects in instances
+                  attributes and methods that code names, and operators
 
 Numbers and strings are compared by type and value, as in `_jaxpr.identity`, arrays of JAX by
 identity, arrays of NumPy by what is in them. Code of installed packages and of Python itself is not
@@ -34,7 +36,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +65,7 @@ from jedbatch._record.readers import (
     of_objects,
     of_rows,
     of_slots,
+    of_some_of_class,
     reader_of_slots,
     stays,
 )
@@ -72,6 +75,7 @@ from jedbatch._support.types import Array, Leaf
 MAX_VALUES = 20_000  # things looked at, before the rest is taken not to change
 MAX_COMPARED_BYTES = 1 << 20  # of arrays of NumPy that are compared
 MAX_ALIKE = 64  # things in one container, to be compared together with others
+MAX_CLASSES = 256  # of objects in instances
 MAX_TEXTS = 16  # that have a number, before the oldest is forgotten
 _PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
 _CONTAINERS = (tuple, list, dict, set, frozenset, collections.deque)
@@ -164,6 +168,8 @@ class Environment:
 
     def __init__(self, fn: object):
         self._fn = fn
+        self._classes: dict[type, None] = {}
+        self._num_read = 0  # of the classes
         self._guards: list[_Guard] = []
         self._arrays: list[weakref.ref] = []
         self._names: tuple[AccessPath, ...] = ()
@@ -171,6 +177,11 @@ class Environment:
         self._count = itertools.count(1)
         self._number = 0
         self._text: Hashable = None
+
+    @property
+    def classes(self) -> tuple[type, ...]:
+        """Those of objects in instances, that are looked at."""
+        return tuple(self._classes)
 
     def written(self) -> Hashable:
         """Returns the function with all that it reads now, written out.
@@ -211,6 +222,12 @@ class Environment:
             return None
         return x
 
+    def meet(self, classes: Iterable[type]) -> None:
+        """Looks at classes of objects in instances from now on, too, some of them at most."""
+        for kind in classes:
+            if len(self._classes) < MAX_CLASSES and any(_classes_of_user(kind)):
+                self._classes.setdefault(kind)
+
     def settle(self, before: Reached) -> None:
         """Takes note of what the function itself has changed; other arrays are another text."""
         if before.number == self._number and not self._is_same():
@@ -224,15 +241,18 @@ class Environment:
     def clear(self) -> None:
         """Forgets what was seen."""
         self._guards, self._arrays, self._names, self._number = [], [], (), 0
+        self._classes.clear()
         self._text = None
         self._numbers.clear()
 
     def _is_same(self) -> bool:
-        return self._number > 0 and all(guard.holds() for guard in self._guards)
+        is_complete = self._number > 0 and self._num_read == len(self._classes)
+        return is_complete and all(guard.holds() for guard in self._guards)
 
     def _read(self) -> tuple[Hashable, tuple[Any, ...]]:
         walk = _Walk()
-        text = walk.write(self._fn)
+        text = walk.write(self._fn, list(self._classes))
+        self._num_read = len(self._classes)
         self._guards, self._arrays = walk.guards, list(map(weakref.ref, walk.arrays))
         self._names = tuple(walk.names)
         return text, tuple(walk.arrays)
@@ -282,10 +302,23 @@ class _Walk:
         self._plain: list[Any] = []
         self._slotted: list[tuple[Callable, Any]] = []
         self._named: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
+        self._code_names: set[str] = set()  # of all code that was met
+        self._of_classes: dict[type, dict[str, None]] = {}  # what was visited of them
 
-    def write(self, fn: object) -> Hashable:
-        """All that a function reaches, written out."""
+    def write(self, fn: object, classes: Sequence[type] = ()) -> Hashable:
+        """All that a function reaches, written out, with classes of objects in instances."""
         self._queue.append(_Thing(fn, None, frozenset()))
+        self._write_queue()
+        kinds = dict.fromkeys(k for kind in classes for k in _classes_of_user(kind))
+        while self._visit_named(kinds):  # methods name others
+            self._write_queue()
+        for kind in kinds:
+            names = self._of_classes.get(kind, ())
+            self.guards.append(_Guard.of(functools.partial(of_some_of_class, names), kind))
+        self._guard()
+        return tuple(self._text)
+
+    def _write_queue(self) -> None:
         while self._queue:
             thing = self._queue.popleft()
             x = thing.value
@@ -301,6 +334,9 @@ class _Walk:
             else:
                 self._places[id(x)] = len(self._text), x
                 self._visit(thing, x, type(x))
+
+    def _guard(self) -> None:
+        """Guards what was visited."""
         self.guards.append(_Guard.of(of_functions, self._functions))
         self.guards.append(_Guard.of(of_cells, self._cells))
         self._guard_alike(of_dict, of_dicts, self._dicts)
@@ -308,7 +344,6 @@ class _Walk:
         self._guard_alike(of_slots, of_all_slots, self._slotted)
         for namespace, names in self._named.values():
             self.guards.append(_Guard.of(functools.partial(of_names, tuple(names)), namespace))
-        return tuple(self._text)
 
     def _guard_alike(self, read: Callable, read_all: Callable, subjects: Sequence[Any]) -> None:
         """Guards things that are read in the same way; small ones at once, in half the time."""
@@ -375,6 +410,7 @@ class _Walk:
             return
         self._text.append(fn.__code__)
         names = code_names(fn.__code__)
+        self._code_names |= names
         cells = list(fn.__closure__ or ())
         parts = [k for k in ("__defaults__", "__kwdefaults__", "__dict__") if getattr(fn, k)]
         room = self._add(thing, "get", parts, [getattr(fn, part) for part in parts])
@@ -398,6 +434,28 @@ class _Walk:
         attributes = {k: x for k, x in vars(kind).items() if k not in _OF_EVERY_CLASS}
         if self._add(thing, "class", [(kind, k) for k in attributes], list(attributes.values())):
             self.guards.append(_Guard.of(of_class, kind))
+
+    def _visit_named(self, kinds: Iterable[type]) -> bool:
+        """Visits what code names of classes, and operators; returns whether there is more of it.
+
+        So counters of a class, and methods that only others use, are not looked at.
+        """
+        found = False
+        for kind in kinds:
+            known = self._of_classes.setdefault(kind, {})
+            new = [
+                k
+                for k in vars(kind)
+                if k not in known and (k in self._code_names or _is_operator(kind, k))
+            ]
+            known.update(dict.fromkeys(new))
+            if new:
+                found = True
+                self._text += [typed(kind), *new]
+                places = [(kind, k) for k in new]
+                way = _Thing(kind, (None, "known", kind), frozenset())
+                self._add(way, "class", places, [vars(kind)[k] for k in new])
+        return found
 
     def _visit_container(self, thing: _Thing, x: Leaf) -> None:
         self._text.append(len(x))
@@ -462,6 +520,17 @@ def _add_plain(hashed: Any, part: Any) -> None:
         hashed.update(repr(part).encode() + b"\0")
 
 
+def _classes_of_user(kind: type) -> list[type]:
+    """Returns a class and those that it is derived from, but for those of installed packages."""
+    return [k for k in kind.__mro__ if not is_installed(k.__module__)]
+
+
+def _is_operator(kind: type, name: str) -> bool:
+    """Returns whether Python calls a method by itself, other than to make or show an object."""
+    is_called = name.startswith("__") and name.endswith("__") and name not in _MAKE_OR_SHOW
+    return is_called and isinstance(vars(kind)[name], types.FunctionType)
+
+
 def _is_array(x: object) -> bool:
     return isinstance(x, Tracer | jax.Array)  # in this order: the second asks tracers for a type
 
@@ -485,6 +554,7 @@ _FOLLOW: dict[str, Callable[[Any, Any], Any]] = {
     "get": lambda x, name: operator.attrgetter(name)(x),
     "global": lambda fn, name: fn.__globals__[name],
     "item": lambda x, key: x[key],
+    "known": lambda _, x: x,
     "type": lambda x, _: type(x),
 }
 _PARTS: dict[Any, list[str]] = {
@@ -499,4 +569,12 @@ _PARTS: dict[Any, list[str]] = {
     jax.custom_vjp: ["fun", "fwd", "bwd"],
 }
 _OF_EVERY_CELL = frozenset({*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cell"})
+_MAKE_OR_SHOW = frozenset(
+    f"__{name}__"
+    for name in (
+        *("init", "new", "post_init", "init_subclass", "class_getitem", "del"),
+        *("repr", "str", "format", "sizeof", "dir"),
+        *("reduce", "reduce_ex", "getstate", "setstate", "copy", "deepcopy"),
+    )
+)
 _OF_EVERY_CLASS = frozenset({"__dict__", "__weakref__", "__doc__", "__module__", "__slotnames__"})

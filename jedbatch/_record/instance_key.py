@@ -39,9 +39,15 @@ from jedbatch._support.types import Leaf, PyTree
 
 MAX_DEPTH = 256  # of trees that are written by hand
 _END: Any = object()  # of what a container holds
+MANY_CLASSES = 256  # of objects in instances
+SCALAR, NAMED, FIELDS, ATTRIBUTES, LEAF = range(5)  # how objects are written, as in C
+ClassesMet = dict[type, tuple[int, Hashable, tuple[str, ...]] | None]  # see `_way_of`
+_met: ClassesMet = {}
 
 
-def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
+def instance_key(
+    instance: PyTree, classes: ClassesMet | None = None
+) -> tuple[Hashable | None, list[Leaf]]:
     """Returns the key that decides the graph of an instance, and its arrays in order.
 
     Containers and objects of classes of Python are keyed by what they contain, attributes included;
@@ -50,14 +56,17 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
 
     The key is None if the instance holds something whose state is not to be seen, such as a
     generator or a sentinel, or arrays in an object that is no container.
+
+    The classes of objects that are met are added to `classes`, until there are too many.
     """
+    classes = _met if classes is None else classes
     if _is_plain_tree(instance):
         try:
             return marshal.dumps(instance, 2), []
         except ValueError:
             pass  # too deep
 
-    found = _compiled_tokens(instance)
+    found = _compiled_tokens(instance, classes)
     if found is not None:
         return found
     tokens: list[Hashable] = []
@@ -103,6 +112,7 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
         elif isinstance(x, Graph):  # immutable, and too large to compare
             tokens.append(Same(x))
         elif (node := children_of(x)) is not None:
+            _note_class(classes, x)
             token, children, mutable = node
             places[id(x)] = len(tokens), x
             cacheable = cacheable and not mutable
@@ -111,8 +121,10 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
         elif kind is np.ndarray and not x.dtype.hasobject:  # of strings, for instance
             tokens.append((kind, x.dtype, x.shape, x.tobytes()))
         elif isinstance(x, LEAF_TYPES) or kind in (range, slice):
+            _note_class(classes, x)
             tokens.append(typed(x))
         elif has_attributes_only(x) and (names := attribute_names(x)):
+            _note_class(classes, x)
             places[id(x)] = len(tokens), x
             tokens.append((kind, *names))
             num_outside = min(num_outside, len(stack))
@@ -128,26 +140,27 @@ def instance_key(instance: PyTree) -> tuple[Hashable | None, list[Leaf]]:
     return key, arrays
 
 
-MANY_CLASSES = 256  # of objects in instances
-SCALAR, NAMED, FIELDS, ATTRIBUTES, LEAF = range(5)  # how objects are written, as in C
-_ways: dict[type, tuple[int, Hashable, tuple[str, ...]] | None] = {}
-
-
-def _compiled_tokens(instance: PyTree) -> tuple[Hashable, list[Leaf]] | None:
+def _compiled_tokens(instance: PyTree, classes: ClassesMet) -> tuple[Hashable, list[Leaf]] | None:
     """Returns what `instance_key` does, from C; None if that leaves it to Python.
 
     That looks into tuples, named ones, too, lists, dicts by strings, arrays of NumPy, and objects
     whose attributes are in their dicts, and at nothing twice.
     """
     compiled = core()
-    if len(_ways) >= MANY_CLASSES:  # before it begins: one instance may have as many
-        _ways.clear()
+    if len(classes) >= MANY_CLASSES:  # before it begins: one instance may have as many
+        classes.clear()
     while compiled is not None:
-        found = compiled.instance_tokens(instance, _ways, (np.ndarray, SAME_DTYPES, typed))
+        found = compiled.instance_tokens(instance, classes, (np.ndarray, SAME_DTYPES, typed))
         if found is None or len(found) == 2:
             return found
-        _ways[type(found[0])] = _way_of(found[0])
+        classes[type(found[0])] = _way_of(found[0])
     return None
+
+
+def _note_class(classes: ClassesMet, x: object) -> None:
+    """Adds the class of an object."""
+    if type(x) not in classes and len(classes) < MANY_CLASSES:
+        classes[type(x)] = _way_of(x)
 
 
 def _way_of(x: object) -> tuple[int, Hashable, tuple[str, ...]] | None:

@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -94,6 +94,11 @@ def stays(x: Leaf) -> bool:
 
 def of_class(kind: type) -> tuple[Any, ...]:
     return tuple(vars(kind).values())
+
+
+def of_some_of_class(names: Iterable[str], kind: type) -> tuple[Any, ...]:
+    attributes = vars(kind)
+    return len(attributes), *map(attributes.get, names)
 
 
 def of_object(x: object) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ in length do not make another key, as long as the function can be recorded witho
 import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,12 @@ from jedbatch._ragged.regions import Cut, Uncut, lacks_rows
 from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.environment import Reached
 from jedbatch._record.instance_arrays import array_type
-from jedbatch._record.instance_key import instance_key, keys_with_arrays, plain_keys
+from jedbatch._record.instance_key import (
+    ClassesMet,
+    instance_key,
+    keys_with_arrays,
+    plain_keys,
+)
 from jedbatch._record.trace import trace
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
@@ -31,10 +36,12 @@ MANY_INSTANCES, FEW_INSTANCES = 64, 16  # of a minibatch, and of those that go a
 _DTYPES = {np.dtype(x): n for n, x in enumerate(("float32", "int32", "bool"))}
 
 
-def keyed(i: int, instance: tuple) -> tuple[Hashable | None, list[Any]]:
-    """(the key of instance number i, its arrays)."""
+def keyed(
+    i: int, instance: tuple, classes: ClassesMet | None = None
+) -> tuple[Hashable | None, list[Any]]:
+    """(the key of instance number i, its arrays); `classes` as of `instance_key`."""
     try:
-        return instance_key(instance[0] if len(instance) == 1 else instance)
+        return instance_key(instance[0] if len(instance) == 1 else instance, classes)
     except TypeError as error:
         error.add_note(f"This happened while instance {i} was read.")
         raise
@@ -61,11 +68,13 @@ class Recording:
       fn: the function.
       join: makes its arguments from the shared and the mapped ones.
       key: what decides the graph of an instance, if the user says so.
+      classes: of objects in instances; what they have is read like what the function closes over.
     """
 
     fn: Callable
     join: Callable
     key: Callable[..., Hashable] | None
+    classes: ClassesMet = field(default_factory=dict)
 
     def recall(
         self, cache: RecordCache, instances: Sequence[tuple], reached: Reached
@@ -138,8 +147,8 @@ class Recording:
                 cache.keep(subjects, records, arrays, given)
             return records, arrays, [], len(instances)
         revision, grouping = cache.revision, cache.grouping
-        new_parts: list[Any] = [[x[i] for i in new] for x in (instances, arrays, given)]
-        graphs, keep, tracers = self._record(cache, new, *new_parts, read)
+        mine, own, types = [[x[i] for i in new] for x in (instances, arrays, given)]
+        graphs, keep, tracers = self._record(cache, new, mine, own, types, read)
         if cache.revision != revision:
             cache.forget_records()
             raise GuardFailed
@@ -170,7 +179,7 @@ class Recording:
         for i, key in zip(which, plain, strict=True):
             keys[i] = key
             if key is None:
-                keys[i], arrays[i] = keyed(i, instances[i])
+                keys[i], arrays[i] = keyed(i, instances[i], self.classes)
             if self.key is not None:
                 ids = list(map(id, arrays[i]))
                 form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]

@@ -111,6 +111,74 @@ def test_every_place_is_looked_at():
         Layer.bias, SETTINGS.scale = 1.0, 2.0
 
 
+class Base:
+    __slots__ = ("n",)
+    made = 0
+
+    def __init__(self, n):
+        self.n = n
+        Base.made += 1
+
+    def __getitem__(self, _):
+        return self.n
+
+    @property
+    def twice(self):
+        return 2 * self.factor()
+
+    def factor(self):
+        return SETTINGS.scale
+
+    def unread(self):
+        return 1.0
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_classes_of_instances_are_looked_at(native, monkeypatch):
+    """They are reached through instances alone; counters of the objects made do not count."""
+    monkeypatch.setenv("JEDBATCH_NATIVE", native)
+
+    class Kind(Base):
+        by = 2.0
+        rows = jnp.ones(3)
+
+    @dataclasses.dataclass
+    class Fields:
+        kind: object
+        by = 1.0
+
+    def fn(x):
+        return (x[0].rows * x[0].by * x[0].twice + x[0][0] * x[1].by).sum()
+
+    batched = jedbatch.batch(fn, in_axes=0)
+
+    def same():
+        instances = [(Kind(n), Fields(n)) for n in range(3)]
+        agrees(batched, fn, instances)
+        return batched._environment.look().number
+
+    changes = [
+        lambda: setattr(Kind, "by", 3.0),
+        lambda: setattr(Kind, "rows", jnp.arange(3.0)),
+        lambda: setattr(Fields, "by", 4.0),
+        lambda: monkeypatch.setattr(SETTINGS, "scale", 5.0),
+        lambda: monkeypatch.setattr(Base, "factor", lambda _: 6.0),
+        lambda: monkeypatch.setattr(Base, "__getitem__", lambda x, _: x.n + 1),
+        lambda: setattr(Kind, "factor", lambda _: 7.0),
+        lambda: setattr(Kind, "factor", lambda x: x.twice if x is None else 8.0),
+    ]
+    same()
+    number = same()
+    for change in changes:
+        assert same() == number
+        change()
+        later = same()
+        assert later != number
+        number = same()
+    monkeypatch.setattr(Base, "unread", None)
+    assert same() == number
+
+
 def test_what_is_as_it_was_before_has_the_number_it_had():
     layer = Layer()
     environment = Environment(layer)

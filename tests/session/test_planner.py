@@ -255,31 +255,44 @@ def copied(planner):
     return pickle.loads(pickle.dumps(planner))
 
 
-def test_what_changes_here_is_not_planned_there(monkeypatch):
-    batched = jedbatch.batch(planned.scaled)
-    planner = batched.planner(PARAMS, minibatch())
-    instances = minibatch()
+def in_classes():
+    return list(map(planned.Scaled, minibatch()))
+
+
+OF_MODULE = planned.scaled, minibatch, planned, "SCALE"
+OF_CLASS = planned.scaled_by_class, in_classes, planned.Scaled, "scale"
+outside = pytest.mark.parametrize("case", [OF_MODULE, OF_CLASS], ids=["module", "class"])
+
+
+@outside
+def test_what_changes_here_is_not_planned_there(case, monkeypatch):
+    fn, some, *place = case
+    batched = jedbatch.batch(fn)
+    planner = batched.planner(PARAMS, some())
+    instances = some()
     prepared = copied(planner)(instances)
     assert prepared.instances is None
-    assert_is_loop(batched, planner.attach(prepared), instances, planned.scaled)
-    monkeypatch.setattr(planned, "SCALE", 3.0)
+    assert_is_loop(batched, planner.attach(prepared), instances, fn)
+    monkeypatch.setattr(*place, 3.0)
     assert not planner._is_current
     with pytest.raises(RuntimeError, match="reads besides its arguments has changed"):
         planner.attach(prepared)
 
 
-def test_a_function_that_is_another_one_there_is_not_planned_there(monkeypatch):
-    batched = jedbatch.batch(planned.scaled)
-    monkeypatch.setattr(planned, "SCALE", 3.0)
-    planner = batched.planner(PARAMS, minibatch())
-    instances = minibatch()
+@outside
+def test_a_function_that_is_another_one_there_is_not_planned_there(case, monkeypatch):
+    fn, some, *place = case
+    batched = jedbatch.batch(fn)
+    monkeypatch.setattr(*place, 3.0)
+    planner = batched.planner(PARAMS, some())
+    instances = some()
     with monkeypatch.context() as there:
-        there.setattr(planned, "SCALE", 1.0)
+        there.setattr(*place, 1.0)
         prepared = copied(planner)(instances)
     assert "computes something else there" in prepared.reason
-    with pytest.warns(PlannedHereWarning, match=r"8 of 8 minibatches .*`scaled`.*something else"):
+    with pytest.warns(PlannedHereWarning, match=r"8 of 8 minibatches .*`scaled.*something else"):
         plans = [planner.attach(prepared) for _ in range(8)]
-    assert_is_loop(batched, plans[-1], instances, planned.scaled)
+    assert_is_loop(batched, plans[-1], instances, fn)
 
 
 def test_programs_may_have_types_and_classes_that_the_sample_lacks():

@@ -183,7 +183,7 @@ def test_classes_are_forgotten(monkeypatch):
     for i in range(8):
         kind = dataclasses.make_dataclass(f"Made{i}", ["x"])
         assert instance_key(kind(i))[0] == instance_key(kind(i))[0]
-        assert len(keys._ways) <= 3
+        assert len(keys._met) <= 3
 
 
 @compiled
