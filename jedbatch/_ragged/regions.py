@@ -29,6 +29,7 @@ import numpy as np
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers
+from jedbatch._graph.prune import without_unread
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._graph.union_find import UnionFind
@@ -227,15 +228,20 @@ class Regions:
         """
         graph = Graph.select([(record.whole, record.index)])
         returned = any(is_ragged(shape) for shape, _ in record.types)
-        types = list(filter(self.is_ragged, set(graph.node_type.tolist())))
-        if not (returned or types):
+        if not (returned or self._ragged_ones(graph)):
             return None
+        graph = without_unread(graph)  # JAX asks for extents to see which starts are negative
+        types = self._ragged_ones(graph)
         if types and self.tiles.all_wanted(list(map(self.on_tiles, types))):
             outputs = graph.outputs[graph.outputs < 0].tolist()
             kinds = [c.type for c in graph.inputs for _ in range(len(c))] if outputs else []
             if not any(is_ragged(kinds[-1 - v].shape) for v in outputs):
                 return Uncut(graph, record, num_arrays, leaf_of)
         return Cut(self, graph, record, num_arrays, leaf_of)
+
+    def _ragged_ones(self, graph: Graph) -> list[int]:
+        """Returns the types of ragged nodes in a graph."""
+        return list(filter(self.is_ragged, set(graph.node_type.tolist())))
 
     def has_tiles(self, subgraph: "_Subgraph") -> bool:
         """Returns whether the nodes of a connected part become nodes on tiles."""

@@ -72,6 +72,9 @@ OF_WINDOWS = {
     "largest of windows": lambda w, x: pooled(x @ w, -jnp.inf, lax.max, 3, 1, "SAME"),
     "least of windows": lambda w, x: pooled(x @ w, jnp.inf, lax.min, 2, 2, "VALID"),
     "largest of every other window": lambda w, x: pooled(x @ w, -jnp.inf, lax.max, 3, 2, "SAME"),
+    "part with padding": lambda w, x: lax.dynamic_slice_in_dim(
+        jnp.pad(x @ w, ((2, 2), (0, 0))), 1, 3
+    ),
     "every other": lambda w, x: convolved(w, x, 2, "SAME")[0],
     "every third": lambda w, x: convolved(w, x, 3, "SAME").sum(1),
     "there and back": lambda w, x: x + jnp.repeat(x[::2] @ w, 2, axis=0)[: x.shape[0]],
@@ -84,7 +87,7 @@ TO_A_SIZE = {
     "written": lambda w, x: jnp.zeros((ROOM, 2)).at[: x.shape[0]].set(jnp.tanh(x @ w)),
     "written behind": lambda w, x: jnp.ones((ROOM + 1, 2)).at[1 : x.shape[0] + 1].add(x @ w),
 }
-QUICK = ("three rows", "largest of every other window", "linear recurrence", "padded", "written")
+QUICK = ("three rows", "part with padding", "largest of every other window", "linear recurrence", "padded", "written")
 
 
 @pytest.mark.parametrize("name", mostly_slow(OF_WINDOWS | TO_A_SIZE, *QUICK))
