@@ -87,7 +87,14 @@ TO_A_SIZE = {
     "written": lambda w, x: jnp.zeros((ROOM, 2)).at[: x.shape[0]].set(jnp.tanh(x @ w)),
     "written behind": lambda w, x: jnp.ones((ROOM + 1, 2)).at[1 : x.shape[0] + 1].add(x @ w),
 }
-QUICK = ("three rows", "part with padding", "largest of every other window", "linear recurrence", "padded", "written")
+QUICK = (
+    "three rows",
+    "part with padding",
+    "largest of every other window",
+    "linear recurrence",
+    "padded",
+    "written",
+)
 
 
 @pytest.mark.parametrize("name", mostly_slow(OF_WINDOWS | TO_A_SIZE, *QUICK))
