@@ -10,6 +10,7 @@ it reads and then the numbers of its bodies; at last the literals among the resu
 
 import functools
 import itertools
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -126,11 +127,20 @@ def with_numbers(
     constant = {
         k: jax.lax.stop_gradient(x) if has_gradient(x.dtype) else x for k, x in numbers.items()
     }
-    return _run(constant, program, 0, *args)
+    return run_program(constant, program, 0, *args)
 
 
-def _run(numbers: Mapping[int, object], program: Any, position: int, *args: Array) -> list[Array]:
-    """Runs a program whose first number has this position."""
+def run_program(
+    numbers: Mapping[int, object],
+    program: Any,
+    position: int,
+    *args: Array,
+    replaced: Mapping[str, Callable] = types.MappingProxyType({}),
+) -> list[Array]:
+    """Runs a program whose first number has this position, some of whose numbers are replaced.
+
+    So are operations with these names, outside of bodies.
+    """
 
     def next_number(value: object) -> Array:
         nonlocal position
@@ -153,9 +163,11 @@ def _run(numbers: Mapping[int, object], program: Any, position: int, *args: Arra
         for body in bodies:
             starts.append(position)
             position += sum(1 for _ in numbers_of(body))
-        if starts and any(starts[0] <= k < position for k in numbers):
+        if eqn.primitive.name in replaced:
+            results = replaced[eqn.primitive.name](*values)
+        elif starts and any(starts[0] <= k < position for k in numbers):
             functions = [
-                functools.partial(_run, numbers, body, start)
+                functools.partial(run_program, numbers, body, start)
                 for body, start in zip(bodies, starts, strict=True)
             ]
             results = run_with_bodies(eqn, functions, values)

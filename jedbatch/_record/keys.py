@@ -77,6 +77,13 @@ class Keys:
             key.append(self._read_by[id(own)].written())
         return ("custom", *key)
 
+    def programs_key(self, name: str, programs: Sequence[Any]) -> PrimitiveKey:
+        """The key of an operation that is known by some programs."""
+        written = [self._skeleton(program) for program in programs]
+        skeleton = (name, *(x for x, _ in written))
+        numbers = tuple(x for _, inside in written for x in inside)
+        return PrimitiveKey((*skeleton, *(x.key for x in numbers)), False, numbers, skeleton)
+
     def primitive_key(self, primitive: object, params: dict[str, Any]) -> PrimitiveKey:
         """A primitive and its parameters as one object.
 
@@ -114,7 +121,7 @@ class Keys:
         """(a primitive and its parameters without the numbers in its bodies, these numbers)."""
         bodies = traced_bodies(primitive.name, params)
         if primitive.name in RULES_OF:
-            return (primitive, *self._with_rule(primitive.name, params)), ()
+            return (primitive, *self.rule_key(primitive.name, params)), ()
         if not bodies:
             return (primitive, self.params_key(params)), ()
         names = BODIES[primitive.name]
@@ -127,7 +134,7 @@ class Keys:
             numbers += inside
         return tuple(parts), tuple(numbers)
 
-    def _with_rule(self, name: str, params: dict[str, Any]) -> tuple[Hashable, ...]:
+    def rule_key(self, name: str, params: dict[str, Any]) -> tuple[Hashable, ...]:
         """The parameters of an operation with a rule of differentiation, which is traced.
 
         By what it is made of it would be another one whenever the operation is met in a program. A

@@ -399,8 +399,18 @@ class Recorder(Trace):
             self.registry.constants[filling] = [*out, *filter(is_array, tracers)]
         return out if primitive.multiple_results else out[0]
 
-    def perform(self, name: str, key: PrimitiveKey, call: Callable, args: Sequence[Leaf]) -> list:
-        """Records `call(*args) -> list of arrays`, of which `key` tells what it is."""
+    def perform(
+        self,
+        name: str,
+        key: PrimitiveKey,
+        call: Callable,
+        args: Sequence[Leaf],
+        lift: Callable = with_operands,
+    ) -> list:
+        """Records `call(*args) -> list of arrays`, of which `key` tells what it is.
+
+        With some of its numbers as operands, by position, it is `lift(call, positions)`.
+        """
         lifted = self._lifted(key, args) if key.numbers else ()
         operation: Hashable = key
         if lifted:
@@ -412,7 +422,7 @@ class Recorder(Trace):
             return self.record(recorded)
         before = len(self.input_group), len(self.call_specs)
         written = operation if lifted else key.written
-        computed = with_operands(call, lifted) if lifted else call
+        computed = lift(call, lifted) if lifted else call
         try:
             out = self._operation(name, written, computed, args, is_ragged=key.is_ragged)
         except Exception as error:
@@ -470,9 +480,21 @@ class Recorder(Trace):
         name, variants = getattr(fun, "__name__", "custom"), self.registry.variants
         key = self.registry.keys.custom_key(fun, rules)
         code = getattr(getattr(fun, "f", fun), "__code__", None)
-        if code is not None:
-            variants.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
-        out = self._operation(name, key, noted, tracers)
+        programs = self.registry.custom.programs(
+            self.is_weight_reached, key, functions, call, tracers
+        )
+        if programs is not None:
+            out = self.perform(
+                name,
+                programs.key(self.registry.keys),
+                programs.operation(),
+                [*programs.captured, *tracers],
+                lambda _, lifted: programs.operation(lifted),
+            )
+        else:
+            if code is not None:
+                variants.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
+            out = self._operation(name, key, noted, tracers)
         if not ran:  # JAX reads the structure of the result off a run of `fun`
             with pause():
                 jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*map(jax.typeof, tracers))

@@ -35,6 +35,7 @@ from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._jaxpr.versions import OpenProgram
 from jedbatch._record.arity import Arities
 from jedbatch._record.cell import pause
+from jedbatch._record.custom_rules import CustomFunctions
 from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.escapes import is_kept, live_tracers
 from jedbatch._record.hidden import Hidden, by_class
@@ -130,6 +131,7 @@ class Registry:
         self._number = 0
         self.warned: set[type] = set()  # of performance
         self.variants = VariantsMet(self.warned)
+        self.custom = CustomFunctions(self.keys, self.variants)
         self.lifting = Lifting(MAX_CONSTANT_NUMBERS)
         self.arities = Arities(self.node_types, self._add_type_like, self.keys.params_key)
         self.shared_operands = SharedOperands((self.operations, self.operators, self.chains))

@@ -1,0 +1,337 @@
+"""Functions with a derivative rule of their own, as programs.
+
+A `jax.custom_vjp` or `jax.custom_jvp` made inside of the batched function mostly closes over
+something of the instance: the bound that a gradient is clipped to, the scale of a noise. JAX keeps
+such a function and its rule as Python, and runs the rule when somebody differentiates. By then
+symbolic values are gone, and a number that Python holds would make another type for each value.
+
+So what closes over symbols, or was met with other numbers before, is traced while it is recorded,
+rule and all. Numbers of the programs are data like those in the bodies of loops (`_jaxpr.numbers`),
+and arrays are operands. As in JAX there is no derivative with respect to them: it would be an error.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.core import ShapedArray, Tracer
+from jax.extend.core import Primitive
+
+from jedbatch._graph.operations import PrimitiveKey
+from jedbatch._jaxpr.interpret import has_gradient, interpret, run_equation
+from jedbatch._jaxpr.numbers import numbers_of, run_program
+from jedbatch._jaxpr.symbolic_dims import is_ragged
+from jedbatch._jaxpr.versions import consts_of, without_consts
+from jedbatch._record.cell import pause
+from jedbatch._record.keys import Keys
+from jedbatch._record.shared_values import owned
+from jedbatch._record.variants import VariantsMet
+from jedbatch._support.caches import Memory
+from jedbatch._support.types import Array, Leaf
+
+MANY_FUNCTIONS = 256  # that are known as programs
+
+CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
+
+
+class CustomPrograms(NamedTuple):
+    """A function with a derivative rule, traced.
+
+    Attributes:
+      programs: of the function and of its rule, the forward and the backward one for the reverse.
+        The arrays that they close over are their first arguments.
+      captured: these arrays.
+      is_inexact: for each argument of the function whether it has a gradient.
+    """
+
+    programs: tuple[Any, ...]
+    captured: tuple[Any, ...]
+    is_inexact: tuple[bool, ...]
+
+    @property
+    def holds_tracers(self) -> bool:
+        """True of what differs from one recording to the next."""
+        return any(isinstance(x, Tracer) for x in self.captured)
+
+    def key(self, keys: Keys) -> PrimitiveKey:
+        """The key of the operation, with the numbers of its programs."""
+        return keys.programs_key("custom", self.programs)
+
+    def operation(self, lifted: Sequence[int] = ()) -> Callable[..., list[Array]]:
+        """The function of some numbers, by position, then what it closes over, then its arguments."""
+        counts = [0, *itertools.accumulate(len(list(numbers_of(x))) for x in self.programs)]
+        num_captured = len(self.captured)
+
+        def run(place: int, held: Sequence[Any], captured: Sequence[Any], *args: Any) -> list[Any]:
+            numbers: Mapping[int, Any] = dict(zip(lifted, held, strict=True))
+            again = {"custom_itself": lambda *xs: function(held, captured, *xs)}
+            program = self.programs[place]
+            return run_program(numbers, program, counts[place], *captured, *args, replaced=again)
+
+        differentiate = self._with_forward_rule if len(self.programs) == 2 else self._with_reverse
+        function = differentiate(run)
+
+        def call(*values: Any) -> list[Any]:
+            held, rest = values[: len(lifted)], values[len(lifted) :]
+            captured, args = rest[:num_captured], rest[num_captured:]
+            held = [jax.lax.stop_gradient(x) if has_gradient(x.dtype) else x for x in held]
+            are_tracers = (isinstance(x, Tracer) for x in self.captured)
+            captured = [
+                (closed_over if is_tracer else jax.lax.stop_gradient)(x)
+                if has_gradient(x.dtype)
+                else x
+                for x, is_tracer in zip(captured, are_tracers, strict=True)
+            ]
+            return list(function(held, captured, *args))
+
+        return call
+
+    def _with_forward_rule(self, run: Callable) -> Callable:
+        @jax.custom_jvp
+        def function(held, captured, *args):
+            return run(0, held, captured, *args)
+
+        @function.defjvp
+        def rule(primals, tangents):
+            held, captured, *args = primals
+            moving = itertools.compress(tangents[2:], self.is_inexact)
+            results = run(1, held, captured, *args, *moving)
+            num_results = len(without_consts(self.programs[0]).outvars)
+            slopes = iter(results[num_results:])
+            return results[:num_results], [
+                next(slopes) if has_gradient(x.dtype) else np.zeros(x.shape, jax.dtypes.float0)
+                for x in results[:num_results]
+            ]
+
+        return function
+
+    def _with_reverse(self, run: Callable) -> Callable:
+        num_results = len(without_consts(self.programs[0]).outvars)
+
+        @jax.custom_vjp
+        def function(held, captured, *args):
+            return run(0, held, captured, *args)
+
+        def forward(held, captured, *args):
+            results = run(1, held, captured, *args)
+            return results[:num_results], (held, captured, results[num_results:])
+
+        def backward(kept, slopes):
+            held, captured, residuals = kept
+            moving = [x for x in slopes if has_gradient(x.dtype)]
+            found = iter(run(2, held, captured, *residuals, *moving))
+            return None, None, *(next(found) if inexact else None for inexact in self.is_inexact)
+
+        function.defvjp(forward, backward)
+        return function
+
+
+@jax.custom_jvp
+def closed_over(x: jax.Array) -> jax.Array:
+    """x, which has no derivative."""
+    return x
+
+
+@closed_over.defjvp
+def _refuse(primals, tangents):
+    raise jax.errors.UnexpectedTracerError(
+        "a function with a derivative rule (`jax.custom_jvp`, `jax.custom_vjp`) was differentiated "
+        "with respect to an array that it closes over; expected arguments only, since the rule says "
+        "nothing of other arrays. Pass the array as an argument, and return its gradient from the "
+        "rule, or `jax.lax.stop_gradient` of it."
+    )
+
+
+class CustomFunctions:
+    """The functions with derivative rules that were met.
+
+    Args:
+      keys: what operations are told apart by.
+      variants: how many variants of operations were met.
+    """
+
+    def __init__(self, keys: Keys, variants: VariantsMet):
+        self._keys = keys
+        self._variants = variants
+        self._known: dict[Hashable, CustomPrograms | None] = Memory(MANY_FUNCTIONS)
+
+    def programs(
+        self,
+        is_weight: Callable[[Any], bool],
+        key: Hashable,
+        functions: Sequence[Any],
+        call: Callable,
+        args: Sequence[Leaf],
+    ) -> CustomPrograms | None:
+        """Returns a function as programs if it varies or closes over symbols; else None.
+
+        Args:
+          is_weight: whether an array is one that the batched function reaches.
+          key: what the function and its rules are made of.
+          functions, call, args: see `custom_programs`.
+        """
+        types = tuple([jax.typeof(x) for x in args])
+        if any(is_ragged(t.shape) for t in types):
+            return None
+        code = getattr(getattr(functions[0], "f", functions[0]), "__code__", None)
+        varies = self._variants.are_many(("custom", code), key, 1)
+        if (key, types) in self._known and not varies:
+            return None
+        programs = self._known.get((key, types))
+        if programs is None:
+
+            def is_captured(x: object) -> bool:
+                return isinstance(x, Tracer) or is_weight(x)
+
+            programs = custom_programs(functions, call, args, is_captured, self._keys.rule_key)
+            if programs is None or not programs.captured:
+                self._known[key, types] = programs
+            elif not programs.holds_tracers and not varies:
+                self._known[key, types] = None
+        return programs if programs is not None and (varies or programs.holds_tracers) else None
+
+
+def custom_programs(
+    functions: Sequence[Any],
+    call: Callable,
+    args: Sequence[Leaf],
+    is_captured: Callable,
+    rule_key: Callable[[str, Any], Any],
+) -> CustomPrograms | None:
+    """Traces a function with a derivative rule; None if its rule cannot be traced like this.
+
+    Args:
+      functions: the function and its rules, as JAX hands them on; they have not been run since.
+      call: calls the function, with its rules, within the trace of its arguments.
+      args: the arguments.
+      is_captured: whether an array that they close over is an operand.
+      rule_key: equal for the parameters of two operations that have equal rules.
+    """
+    types = [jax.typeof(x) for x in args]
+    inexact = tuple(has_gradient(t.dtype) for t in types)
+    trace = _traced_reverse if len(functions) == 3 else _traced_forward
+    try:
+        with pause():
+            first = jax.make_jaxpr(call)(*types)
+            programs = (first, *trace(call, types, inexact, first.out_avals))
+            consts = {id(c): c for program in programs for c in consts_of(program)}
+            captured = tuple(filter(is_captured, consts.values()))
+            me = first.eqns[0] if trace is _traced_forward else None
+            recursion = _Recursion(rule_key, me)
+            whole = _closed(first, captured)
+            others = [_closed(program, captured, recursion) for program in programs[1:]]
+    except Exception:  # it may be an error to differentiate it at all
+        return None
+    finally:
+        for x in functions:  # JAX asks which of them were run
+            forget_runs(x)
+    return CustomPrograms((whole, *others), captured, inexact)
+
+
+def forget_runs(function: Any) -> None:
+    """Lets a function that JAX hands on be run once more."""
+    for store in getattr(function, "stores", ()):
+        if store is not None:
+            with contextlib.suppress(AttributeError):
+                store.reset()
+
+
+def _traced_forward(call: Callable, types: Sequence[Any], inexact: Sequence[bool], out: Any) -> Any:
+    """The program of the results and their tangents, of the arguments and theirs."""
+
+    def rule(xs, moving):
+        rest = iter(moving)
+        tangents = [
+            next(rest) if is_inexact else np.zeros(t.shape, jax.dtypes.float0)
+            for t, is_inexact in zip(types, inexact, strict=True)
+        ]
+        results, slopes = jax.jvp(lambda *ys: tuple(call(*ys)), tuple(xs), tuple(tangents))
+        return results, [x for x, t in zip(slopes, out, strict=True) if has_gradient(t.dtype)]
+
+    return (jax.make_jaxpr(rule)(types, list(itertools.compress(types, inexact))),)
+
+
+def _traced_reverse(call: Callable, types: Sequence[Any], inexact: Sequence[bool], out: Any) -> Any:
+    """The programs of the results and what is kept, and from there of the cotangents."""
+    structure = []
+
+    def forward(*xs):
+        results, pull = jax.vjp(lambda *ys: tuple(call(*ys)), *xs)
+        leaves, tree = jax.tree.flatten(pull)
+        structure.append(tree)
+        return results, leaves
+
+    def backward(leaves, slopes):
+        rest = iter(slopes)
+        cotangents = tuple(
+            next(rest) if has_gradient(t.dtype) else np.zeros(t.shape, jax.dtypes.float0)
+            for t in out
+        )
+        found = jax.tree.unflatten(structure[-1], leaves)(cotangents)
+        return list(itertools.compress(found, inexact))
+
+    forth = jax.make_jaxpr(forward)(*types)
+    moving = [t for t in out if has_gradient(t.dtype)]
+    return forth, jax.make_jaxpr(backward)(list(forth.out_avals[len(out) :]), moving)
+
+
+class _Recursion:
+    """Finds the calls of a `jax.custom_jvp` in its own rule.
+
+    Nothing else of the rule is taken apart, since it may be differentiated again.
+    """
+
+    def __init__(self, rule_key: Callable[[str, Any], Any], me: Any):
+        self.is_needed = me is not None
+        self._of = rule_key
+        self._key = None if me is None else rule_key(me.primitive.name, me.params)
+
+    def is_me(self, eqn: Any) -> bool:
+        """Returns whether an operation of the rule is the function itself."""
+        return eqn.primitive.name == "custom_jvp_call" and (
+            self._of(eqn.primitive.name, eqn.params) == self._key
+        )
+
+
+custom_itself_p = Primitive("custom_itself")
+custom_itself_p.multiple_results = True
+
+
+@custom_itself_p.def_abstract_eval
+def _types_of_results(*_: Any, results: Sequence[tuple]) -> list[ShapedArray]:
+    return [ShapedArray(shape, np.dtype(dtype), weak_type=weak) for shape, dtype, weak in results]
+
+
+def _closed(program: Any, captured: Sequence[Any], recursion: _Recursion | None = None) -> Any:
+    """The program with what it closes over as first arguments.
+
+    Calls of functions with rules are taken apart where nobody differentiates them.
+    """
+    places = {id(x): k for k, x in enumerate(captured)}
+
+    def evaluate(inner: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        def rule(eqn: Any, values: list[Any]) -> Sequence[Any]:
+            if eqn.primitive.name not in CUSTOM_CALLS:
+                return run_equation(inner, eqn, values)
+            if recursion is not None and recursion.is_needed:
+                if not recursion.is_me(eqn):
+                    return run_equation(inner, eqn, values)
+                types = [v.aval for v in eqn.outvars]
+                results = tuple((t.shape, t.dtype.name, bool(t.weak_type)) for t in types)
+                return custom_itself_p.bind(*values[eqn.params["num_consts"] :], results=results)
+            body = eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"]
+            return evaluate(without_consts(body), consts_of(body), values)
+
+        return interpret(inner, consts, args, rule)
+
+    def call(arrays, *args):
+        consts = [
+            arrays[places[id(c)]] if id(c) in places else owned(c) for c in consts_of(program)
+        ]
+        return evaluate(without_consts(program), consts, args)
+
+    types = [jax.typeof(x) for x in captured]
+    return jax.make_jaxpr(call)(types, *program.in_avals)
