@@ -14,7 +14,6 @@ that runs a loop of its own keeps what JAX keeps.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.divergent import without_lock_step
 from jedbatch._jaxpr.interpret import (
     body_of,
+    cares_for_padding,
     has_gradient,
     inlined,
     interpret,
@@ -290,8 +290,9 @@ class KernelVjp:
         kernel = self.kernel
         forward, backward = self._trace_both(places, wanted)
         jaxpr = forward.jaxpr
-        cuts = len(kernel.results), len(kernel.results) + len(wanted)
-        results, rows, leaves = (list(part) for part in _cut_at(jaxpr.outvars, cuts))
+        first, end = len(kernel.results), len(kernel.results) + len(wanted)
+        outvars = list(jaxpr.outvars)
+        results, rows, leaves = outvars[:first], outvars[first:end], outvars[end:]
         residuals_known = Residuals(forward, kernel.num_consts, results)
         row_sources = [
             residuals_known.find(v)
@@ -481,6 +482,7 @@ class KernelVjp:
         fixed = [v for v in reads(eqn) if kernel.is_const(v) and v not in consts]
         others = self._rows_read(eqn)
         unread = [v for v in reads(eqn) if not kernel.is_const(v) and v not in others]
+        results = [v for v in eqn.outvars if self._sources_of.get(v)]
 
         def rows(operands, saved):
             env = kernel.environment(operands)
@@ -504,23 +506,26 @@ class KernelVjp:
             env.update(zip(others, row_values, strict=True))
             env.update((v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in unread)
             run_equations(equations, env, kernel.run)
-            return [env[v] for v in eqn.outvars if is_inexact(v)]
+            return [env[v] for v in results]
 
         name = eqn.primitive.name
-        return Tap(
+        tap = Tap(
             consts=tuple(map(kernel.const_vars.index, consts)),
             fixed=tuple(map(kernel.const_vars.index, fixed)),
-            cotangents=tuple(self._row_of[v] for v in eqn.outvars if is_inexact(v)),
-            shapes=tuple(v.aval.shape for v in eqn.outvars if is_inexact(v)),
-            sources=tuple(self._sources_of[v] for v in eqn.outvars if is_inexact(v)),
+            cotangents=tuple(self._row_of[v] for v in results),
+            shapes=tuple(v.aval.shape for v in results),
+            sources=tuple(self._sources_of[v] for v in results),
             rows=rows,
             apply=apply,
             linear=name in LINEAR_OPERATIONS or name in LOOK_UPS,
             look_up=name in LOOK_UPS,
             scale=name == "mul" and len(others) == 1 and alike(*eqn.invars, *eqn.outvars),
             product=MatrixProduct.of(eqn, kernel.is_const),
-            gated=gated_function(eqn, [*consts, *fixed], others, over_lanes),
+            gated=gated_function(eqn, results, [*consts, *fixed], others, over_lanes),
         )
+        if cares_for_padding(eqn):  # nothing else is without a reverse
+            tap.refuse(kernel.const_kinds, others, results)
+        return tap
 
     def _make_returned(self, s: int) -> Tap:
         """The tap of a const that is itself a result."""
@@ -592,9 +597,3 @@ def _can_differentiate(kernel: Any, s: int, operands: list[int]) -> bool:
     except Exception:
         return False
     return True
-
-
-def _cut_at(items: Sequence[Any], places: Sequence[int]) -> list[Sequence[Any]]:
-    """The items cut at some places."""
-    ends = [0, *places, len(items)]
-    return [items[a:b] for a, b in itertools.pairwise(ends)]

@@ -6,6 +6,7 @@ first, which takes longer than the product.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.gates import Gates
-from jedbatch._jaxpr.interpret import inlined, is_inexact, run_equations, shape_of
+from jedbatch._jaxpr.interpret import inlined, run_equations, shape_of
+from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.sums import added
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources
@@ -133,6 +135,19 @@ class Tap:
         _, vjp = jax.vjp(batched, [consts[c] for c in self.consts])
         return vjp(list(cotangents))[0]
 
+    def refuse(self, consts: Sequence[Kind], rows: Sequence[Any], results: Sequence[Any]) -> None:
+        """Raises the error of JAX if there is no gradient of its consts.
+
+        `rows` and `results` are the variables of one lane.
+        """
+        lane, back = (
+            [jax.ShapeDtypeStruct((1, *v.aval.shape), v.aval.dtype) for v in variables]
+            for variables in (rows, results)
+        )
+        alive = [jax.ShapeDtypeStruct((1,), jnp.bool_)] * len(back)
+        given = list(itertools.starmap(jax.ShapeDtypeStruct, consts))
+        jax.eval_shape(self.gradient, given, lane, back, alive)
+
     def added(
         self,
         total: Sequence[Array],
@@ -165,12 +180,17 @@ def alike(*atoms: Any) -> bool:
 
 
 def gated_function(
-    eqn: Equation, consts: Sequence[Any], rows: Sequence[Any], over_lanes: Callable
+    eqn: Equation,
+    results: Sequence[Any],
+    consts: Sequence[Any],
+    rows: Sequence[Any],
+    over_lanes: Callable,
 ) -> Callable | None:
     """Returns an operation as a function with gates inside; None if it needs none.
 
     Args:
       eqn: the operation.
+      results: those of its results that are differentiated.
       consts: variables that it reads, which all lanes share.
       rows: the others.
       over_lanes: from a program of one lane to one for many.
@@ -179,7 +199,6 @@ def gated_function(
       From (values of consts that have a gradient, of the others, of rows, bool[] for each result
       that has a cotangent) to these results.
     """
-    results = list(filter(is_inexact, eqn.outvars))
     gates = Gates.find([eqn], results, consts)
     if not gates.has_gates_inside(eqn):
         return None

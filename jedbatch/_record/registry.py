@@ -20,7 +20,7 @@ from jedbatch import checks
 from jedbatch._graph.operations import Alike, CallSpec, CallSpecs, Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.identity import Same, tree_key
-from jedbatch._jaxpr.interpret import one_by_one, performs
+from jedbatch._jaxpr.interpret import cares_for_padding, one_by_one, performs
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.symbolic_dims import (
     RaggedType,
@@ -43,7 +43,7 @@ from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.keys import Keys
 from jedbatch._record.lifting import Lifting
 from jedbatch._record.shared_operands import SharedOperands
-from jedbatch._record.shared_values import SharedValue, owned, prologue
+from jedbatch._record.shared_values import SharedValue, derived, owned, prologue
 from jedbatch._record.variants import VariantsMet
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Dtype
@@ -478,8 +478,8 @@ class Registry:
     def _closed(self, name, jaxpr, tree, shared):
         """Makes shared values among the constants of a jaxpr its leading arguments.
 
-        JAX refuses a gradient of what a function with a rule for the reverse closes over. Arrays
-        that are reached have none, so that none is asked for.
+        JAX refuses a gradient of what a function with a rule for the reverse closes over, and one
+        through loops. Arrays that are reached, and values that do not move, have none.
         """
         extra = []
         lifted = [isinstance(c, Tracer) or id(c) in self.reached for c in jaxpr.consts]
@@ -497,7 +497,11 @@ class Registry:
                     )
                 extra.append(index)
         has_rules = performs(jaxpr, "custom_vjp_call")
-        stopped = [has_rules and self._is_array_reached(s) for s in (*extra, *shared)]
+        has_loops = any(map(cares_for_padding, jaxpr.eqns))
+        stopped = [
+            (has_rules and self._is_array_reached(s)) or (has_loops and not self._moves(s))
+            for s in (*extra, *shared)
+        ]
         if not extra and not any(stopped):
             return jaxpr.replace(consts=list(map(owned, jaxpr.consts))), tree, ()
 
@@ -513,6 +517,13 @@ class Registry:
         avals = [self.shared[s].aval for s in extra], list(jaxpr.in_avals)
         return jax.make_jaxpr(call)(*avals), tree, tuple(extra)
 
+    def _moves(self, index: int) -> bool:
+        """Returns whether something may be differentiated by a shared value."""
+        value = self.shared[index]
+        if value.call is not None:
+            return any(map(self._moves, value.follows))
+        return value.array is None and not self._is_array_reached(index)
+
     def _is_array_reached(self, index: int) -> bool:
         array = self.arrays_reached.get(self.shared[index].tracer)
         return array is not None and not isinstance(array, Tracer)
@@ -527,19 +538,8 @@ class Registry:
         full = ("shared", key, args)
         results = self._ids.get(full)
         if results is None:
-            with pause():
-                jaxpr = jax.make_jaxpr(lambda *xs: call(*xs))(*(self.shared[a].aval for a in args))
-            call = functools.partial(
-                jax.core.eval_jaxpr, jaxpr.jaxpr, list(map(owned, jaxpr.consts))
-            )
-            applied: dict[Hashable, int] = {}
-            for earlier in (self.shared[a].applied for a in args):
-                applied.update((k, max(n, applied.get(k, 0))) for k, n in earlier.items())
-            applied[key[0]] = applied.get(key[0], 0) + 1
-            results = self._ids[full] = [
-                self._share(SharedValue(aval, call=call, args=args, result=k, applied=applied))
-                for k, aval in enumerate(jaxpr.out_avals)
-            ]
+            values = derived(key[0], call, args, self.shared)
+            results = self._ids[full] = list(map(self._share, values))
         return results
 
     def closed_over(self, array: object) -> int:

@@ -1,12 +1,18 @@
 """Values that do not depend on the instance, and how they are computed before the nodes."""
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import ShapedArray
+from jax.extend.core import Var
 
+from jedbatch._jaxpr.interpret import dependents, inlined
+from jedbatch._jaxpr.versions import ClosedProgram
+from jedbatch._record.cell import pause
 from jedbatch._support.types import Leaf
 
 
@@ -28,11 +34,44 @@ class SharedValue:
     args: tuple[int, ...] = ()
     result: int = 0
     applied: dict[Hashable, int] = field(default_factory=dict)  # times each operation led to it
+    follows: tuple[int, ...] = ()
 
 
 def owned(const: object) -> Any:
     """A constant that no other code can change."""
     return const.copy() if isinstance(const, np.ndarray) else const
+
+
+def derived(
+    operation: Hashable, call: Callable, args: tuple[int, ...], shared: Sequence[SharedValue]
+) -> list[SharedValue]:
+    """The results of `call(*args)`, an operation on shared values, which is traced."""
+    given = [shared[a] for a in args]
+    with pause():
+        closed = jax.make_jaxpr(lambda *xs: call(*xs))(*(x.aval for x in given))
+    call = functools.partial(jax.core.eval_jaxpr, closed.jaxpr, list(map(owned, closed.consts)))
+    applied: dict[Hashable, int] = {}
+    for x in given:
+        applied.update((k, max(n, applied.get(k, 0))) for k, n in x.applied.items())
+    applied[operation] = applied.get(operation, 0) + 1
+    follows = _followed(closed, args)
+    return [
+        SharedValue(aval, call=call, args=args, result=k, applied=applied, follows=follows[k])
+        for k, aval in enumerate(closed.out_avals)
+    ]
+
+
+def _followed(closed: ClosedProgram, args: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """For each result of a program those of its arguments that it moves with."""
+    jaxpr = inlined(closed).jaxpr
+    equations = [e for e in jaxpr.eqns if e.primitive.name != "stop_gradient"]
+    moving = [dependents(jaxpr.replace(eqns=equations), [v]) for v in jaxpr.invars]
+    return [
+        tuple(a for a, found in zip(args, moving, strict=True) if v in found)
+        if isinstance(v, Var)
+        else ()
+        for v in jaxpr.outvars
+    ]
 
 
 def prologue(

@@ -313,6 +313,80 @@ def test_rows_of_arrays_are_differentiated_through_branches():
         np.testing.assert_allclose(derivative(ours)(weights), expected, rtol=1e-3, atol=1e-4)
 
 
+def shrink(weights, x):
+    """Steps until an array is small; also how many."""
+
+    def body(carry):
+        return jnp.tanh(weights @ carry[0]), carry[1] + 1
+
+    return lax.while_loop(
+        lambda c: (jnp.abs(c[0]).max() > 0.1) & (c[1] < 20), body, (x, jnp.int32(0))
+    )
+
+
+def trip_counts_scale(params, x):
+    return params["out"] @ x * shrink(params["in"], x)[1]
+
+
+def what_loops_give_is_stopped(params, x):
+    return params["out"] @ lax.stop_gradient(jnp.sin(shrink(params["in"], params["in"] @ x)[0]))
+
+
+def weights_of_loops_are_stopped(params, x):
+    still = jnp.tanh(lax.stop_gradient(params["in"])) / 2
+    return params["out"] @ shrink(still, x)[0] + params["in"] @ x
+
+
+def weights_of_loops_are_global(params, x):
+    return params["out"] @ shrink(W / 2, x)[0]
+
+
+def a_loop_is_in_a_scan(params, x):
+    def step(x, _):
+        return jnp.tanh(params["in"] @ x), shrink(params["in"], x)[0]
+
+    x, steps = lax.scan(step, x, None, length=2)
+    return params["out"] @ x + lax.stop_gradient(steps).sum()
+
+
+@pytest.mark.parametrize("cell", [False, True])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        trip_counts_scale,
+        what_loops_give_is_stopped,
+        weights_of_loops_are_stopped,
+        weights_of_loops_are_global,
+        a_loop_is_in_a_scan,
+    ],
+)
+def test_gradients_flow_around_loops(fn, cell, monkeypatch):
+    """As JAX has it, where loops with shared values are no cells of their own, and where they are.
+
+    There the loop is a node, which is not differentiated by what it shares.
+    """
+    if cell:
+        monkeypatch.setitem(globals(), "shrink", jedbatch.cell(shrink))
+    params = {"in": W, "out": W.T}
+    given = [jnp.asarray(rng.normal(size=4), jnp.float32) for _ in range(5)]
+    batched = jedbatch.batch(fn)
+
+    def by_loop(params):
+        return jnp.square(jnp.stack([fn(params, x) for x in given])).sum()
+
+    found = jax.grad(lambda params: jnp.square(batched(params, given)).sum())(params)
+    expected = jax.grad(by_loop)(params)
+    for name in params:
+        np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_loops_that_shared_values_lead_through_have_no_reverse_mode():
+    batched = jedbatch.batch(lambda params, x: shrink(lax.stop_gradient(W) + params, x)[0])
+    with pytest.raises(ValueError, match=r"(?i)reverse-mode") as caught:
+        jax.grad(lambda params: batched(params, [W[0], W[1]]).sum())(W)
+    assert "was differentiated: it depends on result 0 of `while(" in caught.value.__notes__[0]
+
+
 def test_what_prints_in_a_branch_still_does(capfd):
     def fn(x):
         return lax.cond(x > 0, lambda x: (jax.debug.print("seen {x}", x=x), x)[1], jnp.sin, x)
