@@ -98,7 +98,7 @@ class Planner:
             )
         self._digest = self._exporter.digest(plan)
         self._reached = batched._environment.look().number
-        self._note_read()
+        self._read = self._reading()
         self._pickled()
 
     def __call__(self, instances: Sequence[Any]) -> Prepared:
@@ -161,17 +161,17 @@ class Planner:
         """
         environment = self._batched._environment
         number = environment.look().number
-        if number != self._reached and environment.digest() == self._read:
+        if number != self._reached and environment.digest() == self._read[0]:
             self._reached = number
         is_current = bool(number == self._reached)
-        if is_current and len(environment.classes) != self._num_classes:
-            self._note_read()
+        if is_current and len(environment.classes) != self._read[1]:
+            self._read = self._reading()
         return is_current
 
-    def _note_read(self) -> None:
-        """Takes note of what the function reads, classes of the instances so far included."""
+    def _reading(self) -> tuple[bytes, int]:
+        """(a digest of what the function reads, of how many classes of objects in instances)."""
         environment = self._batched._environment
-        self._read, self._num_classes = environment.digest(), len(environment.classes)
+        return environment.digest(), len(environment.classes)
 
     @property
     def _is_imported(self) -> bool:
@@ -254,7 +254,7 @@ class Planner:
             "identity": self._identity,
             "parts": pickled,
             "gradient": self._gradient,
-            "digests": (self._digest, self._read if self._is_imported else None),
+            "digests": (self._digest, self._read[0] if self._is_imported else None),
             "programs": self._programs(),
         }
         return pickle.dumps(state)

@@ -158,13 +158,13 @@ OF_PYTHON = [
 @compiled
 @pytest.mark.parametrize("instance", OF_C, ids=named)
 def test_keys_that_the_core_writes(instance):
-    assert keys._compiled_tokens(instance) is not None
+    assert keys._compiled_tokens(instance, {}) is not None
 
 
 @compiled
 @pytest.mark.parametrize("instance", OF_PYTHON, ids=named)
 def test_keys_that_are_left_to_python(instance):
-    assert keys._compiled_tokens(instance) is None
+    assert keys._compiled_tokens(instance, {}) is None
 
 
 @compiled
