@@ -94,10 +94,35 @@ def trace(
         if nodes is not None:
             columns, outputs, ends = nodes.written()
             break
-    graph = finish(registry, columns, outputs, np.array(ends, np.int64).T)
+    try:
+        graph = finish(registry, columns, outputs, np.array(ends, np.int64).T)
+    except OverflowError as error:
+        raise _overflow(registry, columns, ends, numbers) or error from None
     if grouping is None and finished is not None:
         graph = finished(graph)
     return Record.of_all(graph, forms), caching, recorder.tracers
+
+
+def _overflow(
+    registry: Registry,
+    columns: Sequence[list],
+    ends: Sequence[tuple[int, ...]],
+    numbers: Sequence[int],
+) -> OverflowError | None:
+    """Returns the error that names a number that does not fit; None if there is none."""
+    groups, values = columns[2:]
+    for number, (begin, end) in zip(numbers, itertools.pairwise(e[2] for e in ends), strict=True):
+        for group, value in zip(groups[begin:end], values[begin:end], strict=True):
+            dtype = registry.value_types[registry.groups[group][1]].dtype
+            if dtype != np.int32 or not isinstance(value, int | np.integer):
+                continue
+            if not -(2**31) <= value < 2**31:
+                return OverflowError(
+                    f"instance {number} has the number {value}, which does not fit the {dtype} "
+                    "that JAX computes in; use smaller numbers, or "
+                    "`jax.config.update('jax_enable_x64', True)`."
+                )
+    return None
 
 
 def _record(fn, registry, instances, arrays, arrange, grouping, read, types, numbers):

@@ -297,6 +297,17 @@ def test_an_error_of_an_operation_names_its_types_and_line(fn, note):
     assert len(said) == 1
 
 
+@pytest.mark.parametrize("number", [2**31, -(2**31) - 1, 2**70, np.int64(2**40)])
+def test_numbers_that_do_not_fit(number, monkeypatch):
+    scale = jedbatch.cell(lambda p, n: p["b"].sum() * n)
+    batched = jedbatch.batch(lambda p, n: scale(p, n))
+    for native in ("0", "1"):
+        monkeypatch.setenv("JEDBATCH_NATIVE", native)
+        batched.plan(LAYER, [1, 2])
+        with pytest.raises(OverflowError, match=rf"instance 2 has the number {number}, .* int32"):
+            batched.plan(LAYER, [1, 2, number])
+
+
 def test_an_error_names_the_instance_by_its_number_among_all():
     """Those that were met before, and are not recorded again, count."""
 
