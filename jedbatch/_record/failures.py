@@ -44,15 +44,20 @@ def place_of(error: BaseException) -> str:
     return "" if any(f"{place} " in note for note in getattr(error, "__notes__", ())) else place
 
 
-def note_instance(error: Exception, instance: int, arrays: Sequence[Leaf]) -> None:
+def note_instance(
+    error: Exception, number: int, instance: Sequence[PyTree], arrays: Sequence[Leaf]
+) -> None:
     """Adds to an error while which instance was recorded it happened, and what may be the reason.
 
     Args:
       error: of the user's function.
-      instance: its number.
-      arrays: of the instance.
+      number: of the instance.
+      instance: the mapped arguments.
+      arrays: in them.
     """
-    error.add_note(f"This happened{place_of(error)} while instance {instance} was recorded.")
+    error.add_note(f"This happened{place_of(error)} while instance {number} was recorded.")
+    if arrays:
+        error.add_note(f"Its arrays are {_listed(_typed_arrays(instance, arrays))}.")
     if any(isinstance(x, Tracer) for x in arrays):
         error.add_note(TRACED)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -88,8 +93,24 @@ def _types_of(fn: Callable, args: tuple) -> Iterator[str]:
     for name, value in _named(fn, args):
         leaves = jax.tree.leaves_with_path(value)
         shown = [f"{name}{jax.tree_util.keystr(path)}: {_type_of(x)}" for path, x in leaves]
-        rest = len(shown) - MOST_LEAVES
-        yield ", ".join([*shown[:MOST_LEAVES], *[f"and {rest} more of {name}"] * (rest > 0)])
+        yield _listed(shown, f" of {name}")
+
+
+def _listed(shown: Sequence[str], of: str = "") -> str:
+    rest = len(shown) - MOST_LEAVES
+    return ", ".join([*shown[:MOST_LEAVES], *[f"and {rest} more{of}"] * (rest > 0)])
+
+
+def _typed_arrays(instance: Sequence[PyTree], arrays: Sequence[Leaf]) -> list[str]:
+    """Returns the types of arrays in an instance, with their places if JAX knows all of them."""
+    try:
+        leaves = jax.tree.leaves_with_path(instance[0] if len(instance) == 1 else instance)
+    except Exception:  # such as keys of a dictionary that cannot be sorted
+        leaves = []
+    found = [(jax.tree_util.keystr(path), x) for path, x in leaves if is_array(x)]
+    if len(found) != len(arrays):
+        return list(map(_type_of, arrays))
+    return [f"{place}: {_type_of(x)}" if place else _type_of(x) for place, x in found]
 
 
 def _named(fn: Callable, args: tuple) -> Iterator[tuple[str, PyTree]]:

@@ -152,7 +152,7 @@ def _record_all(fn, recorder, instances, arrays, arrange, types, numbers):
                 leaves, structure = flatten(result, "the result of the function")
                 results = [recorder.output(leaf) for leaf in leaves]
         except Exception as error:
-            note_instance(error, numbers[i], arrays[i])
+            note_instance(error, numbers[i], instance, arrays[i])
             raise
         outputs += [index for index, _ in results]
         form = structure, tuple([kind for _, kind in results])

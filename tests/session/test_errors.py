@@ -324,6 +324,33 @@ def test_an_error_names_the_instance_by_its_number_among_all():
         assert "while instance 3 was recorded." in notes_of(caught)[-1]
 
 
+@pytest.mark.parametrize("rows", [2, 3])
+def test_an_error_names_the_instance_and_its_arrays(rows):
+    """Whichever instances are known, and not recorded with it."""
+
+    def instance(rows, dtype=jnp.int32):
+        return {"x": jnp.ones((rows, 3)), "at": jnp.zeros(2, dtype)}
+
+    batched = jedbatch.batch(lambda p, x: x["x"][x["at"]] @ p["w"], out_axes=None)
+    batched(LAYER, good := [instance(2), instance(rows)])
+    bad = instance(rows, float)
+    for number, instances in ((2, [*good, bad]), (0, [bad, *good])):
+        with pytest.raises(TypeError) as caught:
+            batched(LAYER, instances)
+        assert any(f"while instance {number} was recorded." in x for x in notes_of(caught))
+        assert f"Its arrays are ['at']: f32[2], ['x']: f32[{rows},3]." in notes_of(caught)
+
+
+@pytest.mark.parametrize(
+    ("instance", "end"),
+    [({1: X, "1": X}, "are f32[3], f32[3]."), ([X] * 10, "[7]: f32[3], and 2 more.")],
+)
+def test_an_error_with_arrays_without_order_or_with_many(instance, end):
+    with pytest.raises(TypeError) as caught:
+        jedbatch.batch(lambda p, x: p["w"] @ x[1])(LAYER, [instance])
+    assert any(x.endswith(end) for x in notes_of(caught))
+
+
 def test_arguments_of_a_cell():
     with pytest.raises(TypeError, match="keyword argument `p`; keyword arguments are static"):
         jedbatch.batch(lambda p, x: double(p=p, x=x))(P, [X])
