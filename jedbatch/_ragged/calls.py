@@ -21,8 +21,8 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.microbatches import Microbatches, distributed, places_of_calls
+from jedbatch._ragged.needed_rows import nothing_error
 from jedbatch._ragged.packing import RowCapacity
-from jedbatch._ragged.phases import nothing_error
 from jedbatch._ragged.regions import Call, RaggedRecord, Region, some_are_ragged
 from jedbatch._ragged.tiled_records import ExpandedRecord
 from jedbatch._support.types import Array
@@ -158,7 +158,7 @@ def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Array]]) -> 
         calls = [records[i].calls[c] for i, c in places]  # type: ignore[attr-defined]
         symbol_values = [c.lengths(arrays[i]) for c, (i, _) in zip(calls, places, strict=True)]
         lengths = dict(zip(region.symbols, np.array(symbol_values, np.int64).T, strict=True))
-        _refuse_empty(region, lengths, places)
+        _refuse_empty(region, lengths, places, arrays)
         all_calls.append(
             RegionCalls(region, places, calls, lengths, region.packed.row_counts(lengths))
         )
@@ -238,7 +238,10 @@ def make_ragged_calls(
 
 
 def _refuse_empty(
-    region: Region, lengths: Mapping[str, np.ndarray], places: Sequence[tuple[int, int]]
+    region: Region,
+    lengths: Mapping[str, np.ndarray],
+    places: Sequence[tuple[int, int]],
+    arrays: Sequence[Sequence[Array]],
 ) -> None:
     phased = region.packed.phased
     if phased.lacks_nothing and all(x.all() for x in lengths.values()):
@@ -264,7 +267,8 @@ def _refuse_empty(
     for extent, operation, fails in conditions:
         empty = np.flatnonzero(none & fails)
         if len(empty):
-            raise nothing_error(places[empty[0]][0], operation, extent)
+            instance = places[empty[0]][0]
+            raise nothing_error(instance, arrays[instance], operation, extent)
 
 
 def returns_ragged(record: Record) -> bool:

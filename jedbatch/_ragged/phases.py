@@ -66,14 +66,9 @@ from jedbatch._ragged.axis_rules import (
     mixed_axes,
 )
 from jedbatch._ragged.indexing import find_indexing
+from jedbatch._ragged.needed_rows import looked_up, nonempty_extents, taken, windows
 from jedbatch._support.types import AxisSize
 
-EXTREMES = {
-    "reduce_max": "a maximum",
-    "reduce_min": "a minimum",
-    "argmax": "the place of a maximum",
-    "argmin": "the place of a minimum",
-}
 BY_INDEX = "by index"  # a kind of phase
 # The programs of loops and branches, by the names of parameters.
 INSIDE = {"scan": ["jaxpr"], "while": ["cond_jaxpr", "body_jaxpr"], "cond": ["branches"]}
@@ -206,15 +201,11 @@ class PhasedProgram:
 
     @functools.cached_property
     def windows(self) -> list[tuple[AxisSize, int]]:
-        """(extent, how many rows) of arrays of which rows that follow one another are read."""
-        found = []
-        for eqn in self.jaxpr.eqns:
-            if eqn.primitive.name == "gather":
-                sizes, shape = eqn.params["slice_sizes"], eqn.invars[0].aval.shape
-                single = eqn.params["dimension_numbers"].collapsed_slice_dims
-                axes = [a for a in ragged_axes(shape) if a not in single]
-                found += [(shape[a], sizes[a]) for a in axes if type(sizes[a]) is int]
-        return list(dict.fromkeys(found))
+        """(extent, how many rows) of arrays of which a part of so many rows is read.
+
+        In loops and branches also those that `nonempty` and `looked_up` tell elsewhere.
+        """
+        return list(dict.fromkeys(windows(self.jaxpr.eqns)))
 
     @functools.cached_property
     def lacks_nothing(self) -> bool:
@@ -331,8 +322,8 @@ def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
         tuple(finder.phases()),
         tuple(sorted(symbols)),
         tuple(nonempty_extents(equations)),
-        tuple(_looked_up(equations)),
-        tuple(dict.fromkeys(_taken(equations))),
+        tuple(looked_up(equations)),
+        tuple(dict.fromkeys(taken(equations))),
     )
 
 
@@ -524,74 +515,3 @@ class _PhaseFinder:
                     by_id[id(eqn)] = eqn
                     stack.append(eqn)
         return sorted(by_id.values(), key=lambda eqn: self._order[id(eqn)])
-
-
-def nonempty_extents(equations: Sequence[Equation]) -> list[tuple[Any, str]]:
-    """Returns extents that must not be 0, each with what is taken of so many rows.
-
-    Divisors, as in a mean; and maxima that do not start from a number, as that of a softmax does.
-    """
-    extent: dict[Var, Any] = {}
-    readers: dict[Var, list[Any]] = {}
-    for eqn in equations:
-        for v in reads(eqn):
-            readers.setdefault(v, []).append(eqn)
-    extents = []
-    for eqn in equations:
-        name, (out, *_) = eqn.primitive.name, eqn.outvars
-        if name == "dim_as_value":
-            extent[out] = eqn.params["dim"]
-        elif name in ("convert_element_type", "copy", "broadcast_in_dim", "reshape"):
-            extent.update((out, extent[v]) for v in reads(eqn) if v in extent)
-        elif name == "div" and isinstance(eqn.invars[1], Var) and eqn.invars[1] in extent:
-            extents.append((extent[eqn.invars[1]], "a mean"))
-        elif name in EXTREMES and not _starts(readers.get(out, ())):
-            extents += [(eqn.invars[i].aval.shape[a], EXTREMES[name]) for i, a in mixed_axes(eqn)]
-        elif name == "conv_general_dilated":
-            extents += [(d, "a transposed convolution") for d in _dilated(eqn)]
-    return extents
-
-
-def _dilated(eqn: Equation) -> list[AxisSize]:
-    """Returns the ragged extents of axes whose rows a convolution moves apart."""
-    shape, params = eqn.invars[0].aval.shape, eqn.params
-    pairs = zip(params["dimension_numbers"].lhs_spec[2:], params["lhs_dilation"], strict=True)
-    return [shape[a] for a, dilation in pairs if dilation != 1 and is_ragged((shape[a],))]
-
-
-def nothing_error(instance: int, operation: str, extent: AxisSize) -> ValueError:
-    """Returns the error of an instance without the rows of which an operation needs some."""
-    return ValueError(
-        f"instance {instance} has an array of length 0, and the function takes "
-        f"{operation} of {extent} rows; expected at least one. Leave such instances out, "
-        "or write what there is instead: `x.sum(0) / jnp.maximum(x.shape[0], 1)`, "
-        "`x.max(0, initial=0.0)`."
-    )
-
-
-def _looked_up(equations: Sequence[Equation]) -> list[tuple[Any, Any]]:
-    """Returns (extent, that of the indices) of the arrays whose rows are looked up by index."""
-    found = []
-    for eqn in equations:
-        indexing = find_indexing(eqn) if eqn.primitive.name == "gather" else None
-        if indexing is not None:
-            table, indices = (v.aval.shape for v in eqn.invars)
-            found.append((table[indexing.axis], indices[indexing.batch]))
-    return list(dict.fromkeys(found))
-
-
-def _taken(equations: Sequence[Equation]) -> Iterator[tuple[Any, Any]]:
-    """Yields (extent, k) of the arrays of which the k largest are taken, also in loops."""
-    for eqn in equations:
-        for program in inner_programs(eqn):
-            yield from _taken(program.eqns)
-        if eqn.primitive.name == "top_k":
-            yield from ((eqn.invars[i].aval.shape[a], eqn.params["k"]) for i, a in mixed_axes(eqn))
-
-
-def _starts(equations: Sequence[Equation]) -> bool:
-    """Returns whether an extreme is read only together with a number that it starts from."""
-    return bool(equations) and all(
-        eqn.primitive.name in ("max", "min") and any(not v.aval.shape for v in eqn.invars)
-        for eqn in equations
-    )

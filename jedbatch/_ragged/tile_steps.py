@@ -27,7 +27,8 @@ from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import ClosedProgram, Equation
 from jedbatch._ragged.axis_rules import CannotMergeError, is_look_up, mixed_axes
-from jedbatch._ragged.phases import extents_of, flattened, nonempty_extents
+from jedbatch._ragged.needed_rows import nonempty_extents
+from jedbatch._ragged.phases import extents_of, flattened
 from jedbatch._ragged.row_rules import bind_rows, run_row
 from jedbatch._ragged.tile_reductions import REDUCED_IN_TILES, TileRows
 from jedbatch._support.types import Array, AxisSize, Dtype

@@ -28,7 +28,7 @@ from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._program.output_spec import TileRun
 from jedbatch._program.plan import TiledRows
-from jedbatch._ragged.phases import nothing_error
+from jedbatch._ragged.needed_rows import nothing_error
 from jedbatch._ragged.regions import RaggedRecord, Regions, some_are_ragged
 from jedbatch._ragged.tile_types import ROW_NUMBER, NodeOnTiles, StepOnTiles
 from jedbatch._ragged.tiled_graph import (
@@ -131,7 +131,7 @@ class Expansion:
         for i in tiled:
             record: Any = records[i]
             lengths = [len(arrays[i][leaf]) for leaf in record.leaves]
-            _refuse_nothing(record, lengths, i)
+            _refuse_nothing(record, lengths, i, arrays[i])
             returned = any(is_ragged(shape) for shape, _ in record.types)
             numbers = lengths if returned else [-(-n // size) for n in lengths]
             key = record, *numbers
@@ -203,13 +203,15 @@ def _results(
     return runs, tuple(kinds)
 
 
-def _refuse_nothing(record: TiledRecord, lengths: Sequence[int], instance: int) -> None:
+def _refuse_nothing(
+    record: TiledRecord, lengths: Sequence[int], instance: int, arrays: Sequence[Array]
+) -> None:
     """Raises `ValueError` if something is taken of rows that an instance has none of."""
     if all(lengths):
         return
     for extent, numbers, operation in record.nonempty:
         if extent_at(extent, {s: lengths[k] for s, k in numbers.items()}) == 0:
-            raise nothing_error(instance, operation, extent)
+            raise nothing_error(instance, arrays, operation, extent)
 
 
 def _added(

@@ -278,6 +278,28 @@ def test_a_maximum_of_nothing_names_the_instance():
         batched(weights(), [x for x, *_ in made([2, 1, 3, 0])])
 
 
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: jnp.sin(x)[0],
+        lambda x: jnp.sin(x)[jnp.array([1, 0])],
+        lambda x: lax.slice_in_dim(jnp.sin(x), 0, 1),
+        lambda x: lax.fori_loop(0, 2, lambda i, c: c + jnp.sin(x)[i], 0.0),
+        lambda x: lax.fori_loop(0, 2, lambda i, c: c + (2 * x).max(), 0.0),
+    ],
+)
+def test_rows_that_an_instance_has_none_of(fn):
+    """The loop's error, where a row of another instance was read."""
+    instances = [np.arange(n, dtype=np.float32) for n in (3, 2, 0)]
+    (batched := jedbatch.batch(fn, in_axes=(0,), out_axes=None))(instances[:2])
+    with pytest.raises((IndexError, TypeError, ValueError)) as loop:
+        fn(jnp.asarray(instances[2]))
+    with pytest.raises(loop.type) as caught:
+        batched(instances)
+    assert str(caught.value) == str(loop.value)
+    assert any("while instance 2 was recorded." in note for note in caught.value.__notes__)
+
+
 def test_rolls_of_nothing():
     batched = jedbatch.batch(lambda x: jnp.roll(x, 1, axis=0) * x, in_axes=(0,), out_axes=None)
     instances = [np.arange(n, dtype=np.float32) for n in (3, 0, 2)]

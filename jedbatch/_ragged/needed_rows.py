@@ -1,0 +1,124 @@
+"""The rows that operations need, which instances of any length may not have.
+
+A mean, a maximum or a row by index is of one row at least, the largest five of five. With a symbol
+for the length JAX supposes that there are enough, so what operations need is noted here, and
+compared with the lengths of every instance before anything runs.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import Var
+
+from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.interpret import inner_programs, reads
+from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
+from jedbatch._jaxpr.versions import Equation
+from jedbatch._ragged.axis_rules import mixed_axes
+from jedbatch._ragged.indexing import find_indexing
+from jedbatch._record.instance_arrays import array_type
+from jedbatch._support.types import Array, AxisSize
+
+EXTREMES = {
+    "reduce_max": "a maximum",
+    "reduce_min": "a minimum",
+    "argmax": "the place of a maximum",
+    "argmin": "the place of a minimum",
+}
+
+
+def nonempty_extents(equations: Sequence[Equation]) -> list[tuple[Any, str]]:
+    """Returns extents that must not be 0, each with what is taken of so many rows.
+
+    Divisors, as in a mean; and maxima that do not start from a number, as that of a softmax does.
+    """
+    extent: dict[Var, Any] = {}
+    readers: dict[Var, list[Any]] = {}
+    for eqn in equations:
+        for v in reads(eqn):
+            readers.setdefault(v, []).append(eqn)
+    extents = []
+    for eqn in equations:
+        name, (out, *_) = eqn.primitive.name, eqn.outvars
+        if name == "dim_as_value":
+            extent[out] = eqn.params["dim"]
+        elif name in ("convert_element_type", "copy", "broadcast_in_dim", "reshape"):
+            extent.update((out, extent[v]) for v in reads(eqn) if v in extent)
+        elif name == "div" and isinstance(eqn.invars[1], Var) and eqn.invars[1] in extent:
+            extents.append((extent[eqn.invars[1]], "a mean"))
+        elif name in EXTREMES and not _starts(readers.get(out, ())):
+            extents += [(eqn.invars[i].aval.shape[a], EXTREMES[name]) for i, a in mixed_axes(eqn)]
+        elif name == "conv_general_dilated":
+            extents += [(d, "a transposed convolution") for d in _dilated(eqn)]
+    return extents
+
+
+def _dilated(eqn: Equation) -> list[AxisSize]:
+    """Returns the ragged extents of axes whose rows a convolution moves apart."""
+    shape, params = eqn.invars[0].aval.shape, eqn.params
+    pairs = zip(params["dimension_numbers"].lhs_spec[2:], params["lhs_dilation"], strict=True)
+    return [shape[a] for a, dilation in pairs if dilation != 1 and is_ragged((shape[a],))]
+
+
+def nothing_error(
+    instance: int, arrays: Sequence[Array], operation: str, extent: AxisSize
+) -> ValueError:
+    """Returns the error of an instance without the rows of which an operation needs some."""
+    empty = [f", {ValueType(*array_type(x))}" for x in arrays if x.ndim and not len(x)]
+    return ValueError(
+        f"instance {instance} has an array of length 0{''.join(empty[:1])}, and the function takes "
+        f"{operation} of {extent} rows; expected at least one. Leave such instances out, "
+        "or write what there is instead: `x.sum(0) / jnp.maximum(x.shape[0], 1)`, "
+        "`x.max(0, initial=0.0)`."
+    )
+
+
+def looked_up(equations: Sequence[Equation]) -> list[tuple[Any, Any]]:
+    """Returns (extent, that of the indices) of the arrays whose rows are looked up by index."""
+    found = []
+    for eqn in equations:
+        indexing = find_indexing(eqn) if eqn.primitive.name == "gather" else None
+        if indexing is not None:
+            table, indices = (v.aval.shape for v in eqn.invars)
+            found.append((table[indexing.axis], indices[indexing.batch]))
+    return list(dict.fromkeys(found))
+
+
+def taken(equations: Sequence[Equation]) -> Iterator[tuple[Any, Any]]:
+    """Yields (extent, k) of the arrays of which the k largest are taken, also in loops."""
+    for eqn in equations:
+        for program in inner_programs(eqn):
+            yield from taken(program.eqns)
+        if eqn.primitive.name == "top_k":
+            yield from ((eqn.invars[i].aval.shape[a], eqn.params["k"]) for i, a in mixed_axes(eqn))
+
+
+def windows(equations: Sequence[Equation], inside: bool = False) -> Iterator[tuple[AxisSize, int]]:
+    """Yields (extent, how many rows) of parts of known sizes; `inside` of loops and branches."""
+    for eqn in equations:
+        for program in inner_programs(eqn):
+            yield from windows(program.eqns, inside=True)
+        name, params = eqn.primitive.name, eqn.params
+        sizes: Sequence[AxisSize] = ()
+        single: Sequence[int] = ()
+        if name == "gather":
+            sizes = params["slice_sizes"]
+            if not inside and find_indexing(eqn) is not None:  # see `looked_up`
+                single = params["dimension_numbers"].collapsed_slice_dims
+        elif name == "dynamic_slice":
+            sizes = params["slice_sizes"]
+        elif name == "slice":
+            sizes = params["limit_indices"]
+        elif inside and name in EXTREMES:
+            sizes = [1] * eqn.invars[0].aval.ndim
+        shape = eqn.invars[0].aval.shape if sizes else ()
+        axes = [a for a in ragged_axes(shape) if a not in single]
+        yield from ((shape[a], size) for a in axes if type(size := sizes[a]) is int and size)
+
+
+def _starts(equations: Sequence[Equation]) -> bool:
+    """Returns whether an extreme is read only together with a number that it starts from."""
+    return bool(equations) and all(
+        eqn.primitive.name in ("max", "min") and any(not v.aval.shape for v in eqn.invars)
+        for eqn in equations
+    )
