@@ -7,55 +7,56 @@ Read in this order:
 1. `configuration`: The state of JAX in this thread: its configuration, what is being traced, where
    arrays are.
 2. `versions`: Differences between versions of JAX: 0.10, 0.11 and 0.12.
-3. `interpret`: Handling programs of JAX equation by equation, with public names only.
-4. `early_part`: A program in two: products that need some operands only, and all else.
-5. `associative`: Associative scans along axes of which the extent is not known.
-6. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
-7. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
-8. `storage`: Storage of values: each is a row of an array that holds values of one shape and dtype.
-9. `identity`: Identity of values: the keys of everything that is remembered.
-10. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
-11. `gates`: Gates: what comes back through one result stays apart from what comes through another.
-12. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
-13. `meshes`: Types of arrays where a mesh is set: how they are cut over it, and along which axes
+3. `closed_over`: Arrays with respect to which nothing has a derivative.
+4. `interpret`: Handling programs of JAX equation by equation, with public names only.
+5. `early_part`: A program in two: products that need some operands only, and all else.
+6. `associative`: Associative scans along axes of which the extent is not known.
+7. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
+8. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
+9. `storage`: Storage of values: each is a row of an array that holds values of one shape and dtype.
+10. `identity`: Identity of values: the keys of everything that is remembered.
+11. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
+12. `gates`: Gates: what comes back through one result stays apart from what comes through another.
+13. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
+14. `meshes`: Types of arrays where a mesh is set: how they are cut over it, and along which axes
    they vary.
-14. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
+15. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
-15. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
-16. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
+16. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
+17. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-17. `list_expressions`: Expressions of programs of lists of any length.
-18. `rolling`: Programs of a list of values as programs of lists of any length.
-19. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+18. `list_expressions`: Expressions of programs of lists of any length.
+19. `rolling`: Programs of a list of values as programs of lists of any length.
+20. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-20. `trip_counts`: Trip counts of loops, as far as their programs say.
-21. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+21. `trip_counts`: Trip counts of loops, as far as their programs say.
+22. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-22. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+23. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
-23. `registers`: Basic blocks, and the registers of values that live between them.
-24. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+24. `registers`: Basic blocks, and the registers of values that live between them.
+25. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-25. `program_counters`: A machine for lanes that are at different places of a program.
-26. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
+26. `program_counters`: A machine for lanes that are at different places of a program.
+27. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
    segments.
-27. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+28. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-28. `branch_residuals`: Residuals of branches, without those that are there anyway.
-29. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+29. `branch_residuals`: Residuals of branches, without those that are there anyway.
+30. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-30. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+31. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-31. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+32. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-32. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+33. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-33. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+34. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-34. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-35. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-36. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+35. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+36. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+37. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-37. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+38. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
 """

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, Var
 
 from jedbatch._graph.types import ValueType
+from jedbatch._jaxpr.closed_over import without_tracers
 from jedbatch._jaxpr.divergent import without_lock_step
 from jedbatch._jaxpr.interpret import (
     body_of,
@@ -375,13 +376,10 @@ class KernelVjp:
         )
         if cheap:
             backward = inlined(backward, body_of("jit", "remat2", "checkpoint"))
-        return forward, backward
+        return without_tracers(forward), without_tracers(backward)
 
     def _stopped(self, s: int, consts: Any, operands: Sequence[Array], deltas: Any) -> Any:
-        """Result s as a function of those operands with respect to which it can be differentiated.
-
-        The rest of it is computed a second time, which XLA finds out.
-        """
+        """Result s with a derivative where it has one; XLA finds that it is computed twice."""
         refused = self.refused[s]
         stop = jax.lax.stop_gradient
         operands = [stop(x) if j in refused else x for j, x in enumerate(operands)]

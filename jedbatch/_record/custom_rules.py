@@ -7,10 +7,11 @@ symbolic values are gone, and a number that Python holds would make another type
 
 So what closes over symbols, or was met with other numbers before, is traced while it is recorded,
 rule and all. Numbers of the programs are data like those in the bodies of loops (`_jaxpr.numbers`),
-and arrays are operands. As in JAX there is no derivative with respect to them: it would be an error.
+and arrays are operands. As in JAX, it is an error to differentiate with respect to them.
 """
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
 
 from jedbatch._graph.operations import PrimitiveKey
+from jedbatch._jaxpr.closed_over import closed_over
 from jedbatch._jaxpr.interpret import has_gradient, interpret, run_equation
 from jedbatch._jaxpr.numbers import numbers_of, run_program
 from jedbatch._jaxpr.symbolic_dims import is_ragged
@@ -61,31 +63,33 @@ class CustomPrograms(NamedTuple):
         return keys.programs_key("custom", self.programs)
 
     def operation(self, lifted: Sequence[int] = ()) -> Callable[..., list[Array]]:
-        """The function of some numbers, by position, then what it closes over, then its arguments."""
+        """The function of some numbers, by position, of what it closes over and its arguments."""
         counts = [0, *itertools.accumulate(len(list(numbers_of(x))) for x in self.programs)]
         num_captured = len(self.captured)
 
         def run(place: int, held: Sequence[Any], captured: Sequence[Any], *args: Any) -> list[Any]:
             numbers: Mapping[int, Any] = dict(zip(lifted, held, strict=True))
-            again = {"custom_itself": lambda *xs: function(held, captured, *xs)}
+            again = {"custom_itself": lambda *xs: whole(held, captured, *xs)}
             program = self.programs[place]
             return run_program(numbers, program, counts[place], *captured, *args, replaced=again)
 
         differentiate = self._with_forward_rule if len(self.programs) == 2 else self._with_reverse
-        function = differentiate(run)
+        whole = differentiate(run)
 
         def call(*values: Any) -> list[Any]:
-            held, rest = values[: len(lifted)], values[len(lifted) :]
-            captured, args = rest[:num_captured], rest[num_captured:]
-            held = [jax.lax.stop_gradient(x) if has_gradient(x.dtype) else x for x in held]
+            rest = values[len(lifted) :]
+            held = [
+                jax.lax.stop_gradient(x) if has_gradient(x.dtype) else x
+                for x in values[: len(lifted)]
+            ]
             are_tracers = (isinstance(x, Tracer) for x in self.captured)
             captured = [
                 (closed_over if is_tracer else jax.lax.stop_gradient)(x)
                 if has_gradient(x.dtype)
                 else x
-                for x, is_tracer in zip(captured, are_tracers, strict=True)
+                for x, is_tracer in zip(rest[:num_captured], are_tracers, strict=True)
             ]
-            return list(function(held, captured, *args))
+            return list(whole(held, captured, *rest[num_captured:]))
 
         return call
 
@@ -101,8 +105,12 @@ class CustomPrograms(NamedTuple):
             results = run(1, held, captured, *args, *moving)
             num_results = len(without_consts(self.programs[0]).outvars)
             slopes = iter(results[num_results:])
+            # What is closed over counts too, for its tangents to be looked at (see `closed_over`).
+            others = [x.sum() for x in tangents[1] if x.dtype != jax.dtypes.float0]
             return results[:num_results], [
-                next(slopes) if has_gradient(x.dtype) else np.zeros(x.shape, jax.dtypes.float0)
+                functools.reduce(lambda a, b: a + b.astype(x.dtype), others, next(slopes))
+                if has_gradient(x.dtype)
+                else np.zeros(x.shape, jax.dtypes.float0)
                 for x in results[:num_results]
             ]
 
@@ -127,22 +135,6 @@ class CustomPrograms(NamedTuple):
 
         function.defvjp(forward, backward)
         return function
-
-
-@jax.custom_jvp
-def closed_over(x: jax.Array) -> jax.Array:
-    """x, which has no derivative."""
-    return x
-
-
-@closed_over.defjvp
-def _refuse(primals, tangents):
-    raise jax.errors.UnexpectedTracerError(
-        "a function with a derivative rule (`jax.custom_jvp`, `jax.custom_vjp`) was differentiated "
-        "with respect to an array that it closes over; expected arguments only, since the rule says "
-        "nothing of other arrays. Pass the array as an argument, and return its gradient from the "
-        "rule, or `jax.lax.stop_gradient` of it."
-    )
 
 
 class CustomFunctions:
@@ -171,7 +163,9 @@ class CustomFunctions:
         Args:
           is_weight: whether an array is one that the batched function reaches.
           key: what the function and its rules are made of.
-          functions, call, args: see `custom_programs`.
+          functions: the function and its rules, as for `custom_programs`.
+          call: calls the function.
+          args: the arguments.
         """
         types = tuple([jax.typeof(x) for x in args])
         if any(is_ragged(t.shape) for t in types):

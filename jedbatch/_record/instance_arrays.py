@@ -54,12 +54,14 @@ def is_array(x: object) -> bool:
 def array_type(x: Leaf) -> ArrayType:
     """(shape, dtype, weak) of an array or number as JAX sees it.
 
-    Raises `TypeError` for a 64-bit float while JAX is in 32-bit mode.
+    Raises `TypeError` for an array of 64-bit floats while JAX is in 32-bit mode. Single ones are
+    numbers, which Python has in 64 bits too.
     """
     if type(x) is np.ndarray and (dtype := SAME_DTYPES.get(x.dtype)) is not None:
         return x.shape, dtype, False
     dtype = getattr(x, "dtype", None)
-    if dtype in _WIDE_DTYPES and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+    is_wide = dtype in _WIDE_DTYPES and not isinstance(x, np.generic)
+    if is_wide and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         raise TypeError(
             f"got {dtype} values (shape {np.shape(x)}) while JAX computes in 32 bits; expected "
             "float32. Write `jax.config.update('jax_enable_x64', True)` at the start of the "

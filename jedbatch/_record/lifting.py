@@ -132,6 +132,8 @@ def _number_of(x: object, computed: Collection[int]) -> Number | None:
         return None
     if isinstance(x, jax.Array) and id(x) not in computed:
         return None
+    if type(x) is np.ndarray:  # in 64 bits it may be: JAX rounds what is closed over
+        x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
     try:
         shape, dtype, weak = array_type(x)
     except OverflowError:  # Python alone computes with it, as with a hash

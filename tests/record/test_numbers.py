@@ -105,6 +105,23 @@ def test_rules_that_close_over_numbers_make_types():
     np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.parametrize("number", [np.float64, lambda x: np.linspace(0, x, 2)])
+def test_wide_numbers_that_cells_close_over(number):
+    def fn(w, instance):
+        x, rate, _ = instance
+        rate = number(rate)
+        return jedbatch.cell(lambda w, x: jnp.tanh(x * rate) * w)(w, x)
+
+    batched = check(fn, W, instances(count=8))
+    graph = batched.plan(W, instances(count=8)).graph
+    assert len(set(graph.node_type.tolist())) == 1
+
+
+def test_wide_numbers_of_instances():
+    scaled = jedbatch.cell(lambda w, x, rate: jnp.tanh(x * rate) * w)
+    check(lambda w, i: scaled(w, i[0], i[1]), W, instances(np.float64, 3))
+
+
 def test_few_numbers_are_constants():
     def fn(w, i):
         x, _, n = i
