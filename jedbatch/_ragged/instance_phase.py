@@ -37,6 +37,7 @@ from jedbatch._ragged.instance_rows import (
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis
 from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
+from jedbatch._ragged.singular import positioned
 from jedbatch._ragged.softmax import NO_MASKS, find_softmax_masks
 from jedbatch._ragged.tiling import TILE_ROWS, Axes, find_tiles
 from jedbatch._support.types import Array
@@ -157,6 +158,7 @@ class InstancePhase:
         self._tiles = find_tiles(phase)
         self._makes_more = any(eqn.primitive.name in MAKE_MORE for eqn in phase.equations)
         self._masks = find_softmax_masks(phase.equations, phase.writes)
+        self._positioned = positioned(phase.equations)
         inexact = [
             [i for i, v in enumerate(variables) if has_gradient(v.aval.dtype)]
             for variables in (phase.shared, phase.reads, phase.writes)
@@ -359,6 +361,7 @@ class InstancePhase:
             gates is not None,
             LANES,
             NO_MASKS if guarded else self._masks,
+            self._positioned,
         )
         rule: Rule = padded.run
         if gates is not None:

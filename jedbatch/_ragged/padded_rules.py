@@ -39,6 +39,7 @@ from jedbatch._ragged.axis_rules import (
 from jedbatch._ragged.indexing import Mode, clips_well, fill_value_of, without_unwritten
 from jedbatch._ragged.padded_loops import LOOPS, Known, note_extent, runs_inside
 from jedbatch._ragged.row_rules import bind_rows, look_up, substituted
+from jedbatch._ragged.singular import SINGULAR, without_poles
 from jedbatch._ragged.softmax import NO_MASKS, SoftmaxMasks
 from jedbatch._ragged.tiling import SHAPE_PARAMETERS, TILE_ROWS, Axes
 from jedbatch._support.types import Array, AxisSize, Dtype
@@ -54,13 +55,12 @@ class Padded:
         -inf and a sum 0, and 0 / 0 where nothing is would make NaN of gradients.
       tiles: the axes of variables along which only a tile is there (see `_ragged.tiling`), of so
         many rows from `offset` on.
-      differentiable: whether loops must have a gradient in reverse mode. Nothing has to be finite
-        in padding otherwise.
+      differentiable: whether there is a gradient in reverse mode, so that padding must be finite.
       lanes: the name of the axis of instances that run together; None if this one runs alone.
-      alive: whether the instance takes the step of the loop that the equations are in; None if
-        they are in no loop.
+      alive: whether the instance takes the step of the loop around them; None if there is none.
       chain: ids of equations that write nothing if it does not (see `_ragged.padded_loops`).
       masks: where selections are not needed because of others (see `_ragged.softmax`).
+      positioned: see `_ragged.singular`; None in loops, where all may be.
       known: the extents that variables hold as numbers.
       gates: of the equations, if they are differentiated; None elsewhere.
       flags: bool[] for each result that these know, whether something comes back through it.
@@ -76,11 +76,12 @@ class Padded:
         differentiable: bool = True,
         lanes: str | None = None,
         masks: SoftmaxMasks = NO_MASKS,
+        positioned: frozenset[int] | None = frozenset(),
     ):
-        self.sizes, self.lengths = sizes, lengths
+        self.sizes, self.lengths, self.tiles, self.offset = sizes, lengths, tiles or {}, offset
         self.guarded = guarded and differentiable
-        self.tiles, self.offset = tiles or {}, offset
         self.differentiable, self.lanes, self.masks = differentiable, lanes, masks
+        self.positioned = positioned if differentiable else frozenset()
         self.alive: Any = None
         self.chain: frozenset[int] = frozenset()
         self.known: Known = {}
@@ -91,6 +92,7 @@ class Padded:
         """Returns the same for the equations of a loop or branch."""
         inner = copy.copy(self)
         inner.alive, inner.chain, inner.known = alive, chain, known
+        inner.positioned = None if self.differentiable else frozenset()
         return inner
 
     def size(self, extent: AxisSize) -> int:
@@ -148,6 +150,8 @@ class Padded:
         if id(eqn) in self.chain:
             return _RULES[name](self, eqn, values, mixed)
         if not mixed:
+            if name in SINGULAR and (self.positioned is None or id(eqn) in self.positioned):
+                values = without_poles(self, eqn, values)
             if eqn.outvars[0] in self.tiles:
                 return self._tile(eqn, values)
             if self.guarded and name in ELEMENTWISE_OPERATIONS:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close
+from cases.helpers import assert_close, number
 from jax import export, lax
 
 import jedbatch
@@ -387,3 +387,56 @@ def test_tables_may_hold_nothing():
 
     xs = [np.arange(1, n, dtype=np.float32) for n in (4, 6, 3)]
     np.testing.assert_array_equal(jedbatch.batch(last, in_axes=0)(xs), [x[-1] for x in xs])
+
+
+# --- padding of pairs, where the last row meets its copy ---
+
+
+def lennard_jones(w, x):
+    i = jnp.arange(x.shape[0])
+    apart = ((x[:, None] - x[None]) ** 2).sum(-1)
+    attraction = (w[0, 0] / jnp.where(i[:, None] == i[None], 1.0, apart)) ** 3
+    return jnp.where(i[:, None] < i[None], attraction**2 - attraction, 0.0).sum()
+
+
+def distances(w, x):
+    h = x @ w
+    return jnp.sqrt(((h[:, None] - h[None]) ** 2).sum(-1) + jnp.eye(x.shape[0]))
+
+
+def shrinking(w, x):
+    """Distances in a loop, whose steps have tables."""
+    return lax.fori_loop(0, 2, lambda i, h: h - 0.1 * distances(w, h).sum(1)[:, None], x)
+
+
+BESIDE_COPIES = {
+    "distances": lambda w, x: distances(w, x).sum(),
+    "forces": lambda w, x: jax.grad(lambda x: jnp.exp(-distances(w, x)).sum())(x),
+    "potential": lennard_jones,
+    "from the last": lambda w, x: jnp.log(
+        ((x - x[-1][None]) @ w).sum(1) ** 2 + (jnp.arange(x.shape[0]) == x.shape[0] - 1)
+    ).sum(),
+    "neighbours": lambda w, x: lax.top_k(-distances(w, x) - 9.0 * jnp.eye(x.shape[0]), 1)[0].sum(),
+    "loop": shrinking,
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_COPIES)
+def test_gradients_where_padding_repeats_a_row(name):
+    """Of padding the distance is 0, and its slope infinite."""
+    fn = BESIDE_COPIES[name]
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)
+    points = [rng.normal(size=(n, 3)).astype(np.float32) for n in (3, 5, 2)]
+
+    def slopes(run):
+        def loss(weight, points):
+            return number(run(weight, points))
+
+        return jax.grad(loss, argnums=(0, 1))(weight, points)
+
+    batched = jedbatch.batch(fn, out_axes=None)
+    want = slopes(lambda w, xs: [jax.jit(fn)(w, x) for x in xs])
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(want))
+    assert_close(slopes(batched), want, 1e-3)
+    assert batched.plan(weight, points).host.apart is None

@@ -1,0 +1,80 @@
+"""Operations whose derivatives may be infinite in the padding of an instance, and only there.
+
+Padding repeats the last row, so that what is computed of it is what that row has, and as finite.
+Not so if positions come in: for the distances of points,
+
+    r = sqrt(|x_i - x_j|² + (i == j))
+
+the pair of the last row and its copy has the distance 0, since their positions differ. Nothing
+comes back to r there, but 0 times an infinite slope is no number, and the last row is sent it. So
+such operations read a 1 in their padding. What depends on positions, by itself or by operations
+that take rows together and keep their axis, is followed through the equations of a phase.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from jedbatch._jaxpr.interpret import names_in, reads
+from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
+from jedbatch._jaxpr.versions import Equation
+from jedbatch._ragged.axis_rules import REDUCTIONS, mixed_axes
+from jedbatch._ragged.tiling import TILE_ROWS
+from jedbatch._support.types import Array
+
+# By operation, the operands at which its derivative may be infinite.
+SINGULAR: Mapping[str, tuple[int, ...]] = {
+    **dict.fromkeys(
+        names_in(
+            "acos acosh asin atanh cbrt digamma erf_inv integer_pow lgamma log log1p rsqrt sqrt"
+        ),
+        (0,),
+    ),
+    **dict.fromkeys(names_in("atan2 igamma igammac polygamma pow"), (0, 1)),
+    **dict.fromkeys(names_in("div rem"), (1,)),
+}
+
+
+def positioned(equations: Sequence[Equation]) -> frozenset[int]:
+    """Returns the ids of singular equations that read what depends on the positions of rows."""
+    known: set[Any] = set()
+    found = set()
+    for eqn in equations:
+        name = eqn.primitive.name
+        depends = name == "iota" or not known.isdisjoint(reads(eqn))
+        if not depends and name not in REDUCTIONS and name != "dot_general":
+            depends = bool(mixed_axes(eqn))
+        if depends:
+            known.update(v for v in eqn.outvars if is_ragged(v.aval.shape))
+            if name in SINGULAR:
+                found.add(id(eqn))
+    return frozenset(found)
+
+
+def without_poles(padded: Any, eqn: Equation, values: Sequence[Array]) -> list[Array]:
+    """Returns the operands of a singular equation, with ones in the padding.
+
+    Args:
+      padded: the rules it runs by, see `_ragged.padded_rules`.
+      eqn: of one instance.
+      values: its operands.
+    """
+    shape, result = [], eqn.outvars[0]
+    tile = padded.tiles.get(result, ())
+    for a, d in enumerate(result.aval.shape):
+        shape.append(TILE_ROWS if a in tile else padded.size(d))
+
+    def guarded(x: Array) -> Array:
+        if not shape or not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+            return x
+        x = jnp.broadcast_to(x, shape)
+        for a in ragged_axes(result.aval.shape):
+            places = lax.broadcasted_iota(jnp.int32, shape, a) + (padded.offset if a in tile else 0)
+            there = places < padded.length(result.aval.shape[a])
+            x = jnp.where(there, x, jnp.ones((), x.dtype))
+        return x
+
+    operands = SINGULAR[eqn.primitive.name]
+    return [guarded(x) if k in operands else x for k, x in enumerate(values)]
