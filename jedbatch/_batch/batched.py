@@ -37,6 +37,7 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import any_traced, configuration, without_mesh
 from jedbatch._jaxpr.identity import Same, tree_key
+from jedbatch._jaxpr.meshes import varies
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.executors import median_seconds
 from jedbatch._program.host_arrays import results_from
@@ -244,6 +245,8 @@ class Batched(Generic[*Given, Result]):
         """Runs the function on rows of arrays; None if instances are to be planned one by one."""
         planned = recording.recorder is not None or self._options.plans
         if planned or (instances := self._arguments.stacked(args, MIN_ROWS)) is None:
+            return None
+        if varies((instances.shared, instances.arrays)):
             return None
         session, leaves = self._session(instances.shared)
         start = time.perf_counter()

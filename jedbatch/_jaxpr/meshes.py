@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jedbatch._jaxpr.configuration import without_mesh
@@ -63,6 +63,16 @@ def varying(aval: Any) -> frozenset[Any]:
     """Returns the axes of a mesh along which an array of some type varies."""
     axes: frozenset[Any] = aval.mat.varying
     return axes
+
+
+def varies(args: Any) -> bool:
+    """Returns whether an array among some is the part of one device, as JAX notes of tracers.
+
+    JAX takes no operation then that other operands do not vary in, such as constants: those of a
+    traced program are to be made to, or the program to be one operation for JAX.
+    """
+    tracers = (x for x in jax.tree.leaves(args) if isinstance(x, Tracer))
+    return any(varying(jax.typeof(x)) for x in tracers)
 
 
 def varying_alike(args: Sequence[Array]) -> Sequence[Array]:

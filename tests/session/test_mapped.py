@@ -1,6 +1,7 @@
 """Rows of arrays as instances run as `jax.vmap` runs them, with the answers of the loop."""
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import jax
@@ -365,3 +366,30 @@ def test_rows_that_a_trace_closes_over():
     by_number = jedbatch.batch(lambda p, n, x: p * x * n, in_axes=(None, 0, 0))
     slope = jax.jit(jax.grad(lambda p: by_number(p, np.arange(120), many).sum()))
     np.testing.assert_allclose(slope(2.0), (np.arange(120) * np.asarray(many)).sum(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("differs", ["rows", "shared"])
+def test_parts_of_one_device_are_planned(differs):
+    """JAX takes no constants beside parts that differ among the devices of a `jax.shard_map`."""
+
+    def fn(scale, x):
+        start = (jnp.zeros(4), jnp.float32(0))
+        far = jax.lax.while_loop(lambda c: c[1] < x[0], lambda c: (c[0] + x, c[1] + 1), start)[0]
+        return jnp.tanh(scale * x) * 3 + jax.lax.stop_gradient(far)
+
+    batched = jedbatch.batch(fn)
+    scale, xs = jnp.arange(1, 5) / 4, jnp.arange(40.0).reshape(10, 4) / 20 - 0.5
+    parts = jax.P(), jax.P("part")
+    rows = differs == "rows"
+    over_parts = functools.partial(
+        jax.shard_map,
+        mesh=jax.make_mesh((1,), ("part",), axis_types=(jax.sharding.AxisType.Auto,)),
+        in_specs=parts if rows else parts[::-1],
+        out_specs=jax.P("part"),
+    )
+    expected = jnp.stack([fn(scale, x) for x in xs])
+    run = jax.jit(over_parts(batched))
+    np.testing.assert_allclose(run(scale, xs), expected, rtol=1e-6)
+    found = jax.grad(lambda scale: jnp.square(run(scale, xs)).sum())(scale)
+    by_loop = jax.grad(lambda scale: sum(jnp.square(fn(scale, x)).sum() for x in xs))(scale)
+    np.testing.assert_allclose(found, by_loop, rtol=1e-5)
