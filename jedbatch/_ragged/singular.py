@@ -7,8 +7,9 @@ Not so if positions come in: for the distances of points,
 
 the pair of the last row and its copy has the distance 0, since their positions differ. Nothing
 comes back to r there, but 0 times an infinite slope is no number, and the last row is sent it. So
-such operations read a 1 in their padding. What depends on positions, by itself or by operations
-that take rows together and keep their axis, is followed through the equations of a phase.
+such operations read a number in their padding at which they and their slopes are finite. What
+depends on positions, by itself or by operations that take rows together and keep their axis, is
+followed through the equations of a phase.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,8 @@ SINGULAR: Mapping[str, tuple[int, ...]] = {
     **dict.fromkeys(names_in("atan2 igamma igammac polygamma pow"), (0, 1)),
     **dict.fromkeys(names_in("div rem"), (1,)),
 }
+FINITE_AT = 0.5  # all of these, with their derivatives,
+ACOSH_FINITE_AT = 2.0  # but one
 
 
 def positioned(equations: Sequence[Equation]) -> frozenset[int]:
@@ -54,7 +57,7 @@ def positioned(equations: Sequence[Equation]) -> frozenset[int]:
 
 
 def without_poles(padded: Any, eqn: Equation, values: Sequence[Array]) -> list[Array]:
-    """Returns the operands of a singular equation, with ones in the padding.
+    """Returns the operands of a singular equation, with ordinary numbers in the padding.
 
     Args:
       padded: the rules it runs by, see `_ragged.padded_rules`.
@@ -62,6 +65,7 @@ def without_poles(padded: Any, eqn: Equation, values: Sequence[Array]) -> list[A
       values: its operands.
     """
     shape, result = [], eqn.outvars[0]
+    ordinary = ACOSH_FINITE_AT if eqn.primitive.name == "acosh" else FINITE_AT
     tile = padded.tiles.get(result, ())
     for a, d in enumerate(result.aval.shape):
         shape.append(TILE_ROWS if a in tile else padded.size(d))
@@ -73,7 +77,7 @@ def without_poles(padded: Any, eqn: Equation, values: Sequence[Array]) -> list[A
         for a in ragged_axes(result.aval.shape):
             places = lax.broadcasted_iota(jnp.int32, shape, a) + (padded.offset if a in tile else 0)
             there = places < padded.length(result.aval.shape[a])
-            x = jnp.where(there, x, jnp.ones((), x.dtype))
+            x = jnp.where(there, x, jnp.asarray(ordinary, x.dtype))
         return x
 
     operands = SINGULAR[eqn.primitive.name]
