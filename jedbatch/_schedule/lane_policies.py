@@ -177,9 +177,20 @@ def next_step(policy: LanePolicy, frontier: LaneFrontier) -> Array:
     xp, last = frontier.xp, len(frontier.blocks.block) - 1
     if policy is least_loss:
         return least_loss(frontier)
-    step = xp.asarray(policy(frontier), np.int32)
+    step = _whole_number(policy, frontier)
     known = xp.clip(step, 0, last)
     return xp.where((step == known) & (frontier.taken[known] > 0), known, least_loss(frontier))
+
+
+def _whole_number(policy: LanePolicy, frontier: LaneFrontier) -> Array:
+    """Returns what a policy chooses, or raises `TypeError` if that is no number of a step."""
+    step = policy(frontier)
+    if np.ndim(step) or not np.issubdtype(getattr(step, "dtype", type(step)), np.integer):
+        raise TypeError(
+            f"the lane policy {checks.brief(policy)} returned {checks.shown(step)}; expected the "
+            "number of a step, such as `frontier.step_of(place)`, or -1 for none."
+        )
+    return frontier.xp.asarray(step, np.int32)
 
 
 def checked_lane_policy(policy: object) -> LanePolicy:

@@ -250,6 +250,17 @@ def test_policies_are_callables():
         checked_lane_policy("most")
 
 
+@pytest.mark.parametrize("step", ["x", None, 1.0, (0, 1), np.zeros(1, np.int32)])
+def test_policies_return_numbers_of_steps(step):
+    frontier = LaneFrontier(blocks_of((30.0,)), np.array([3], np.int32), np)
+    with pytest.raises(
+        TypeError, match=r"the lane policy .* returned .*; expected the number of a"
+    ):
+        next_step(lambda _: step, frontier)
+    for known in (0, np.int32(0), jnp.int32(0), -1, 7):
+        assert next_step(lambda _, known=known: known, frontier) == 0
+
+
 def test_nested_maps_of_lanes_run_under_a_policy():
     """An outer `vmap` over lanes with program counters."""
     n, x = instances(8, 4)
