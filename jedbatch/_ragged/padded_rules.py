@@ -39,7 +39,7 @@ from jedbatch._ragged.axis_rules import (
 from jedbatch._ragged.indexing import Mode, clips_well, fill_value_of, without_unwritten
 from jedbatch._ragged.padded_loops import LOOPS, Known, note_extent, runs_inside
 from jedbatch._ragged.row_rules import bind_rows, look_up, substituted
-from jedbatch._ragged.singular import SINGULAR, without_poles
+from jedbatch._ragged.singular import SINGULAR, positions, without_poles
 from jedbatch._ragged.softmax import NO_MASKS, SoftmaxMasks
 from jedbatch._ragged.tiling import SHAPE_PARAMETERS, TILE_ROWS, Axes
 from jedbatch._support.types import Array, AxisSize, Dtype
@@ -156,7 +156,8 @@ class Padded:
                 return self._tile(eqn, values)
             if self.guarded and name in ELEMENTWISE_OPERATIONS:
                 values = [self._guard(x, eqn.outvars[0].aval.shape) for x in values]
-            return bind_rows(eqn, values, self.size)
+            out = bind_rows(eqn, values, self.size)
+            return [positions(self, eqn, out[0])] if name == "iota" else out
         if name in REDUCTIONS or name in CUMULATIVE_OPERATIONS or name == "top_k":
             return self._reduce(eqn, values, [a for _, a in mixed])
         return _RULES[name](self, eqn, values, mixed)
@@ -174,9 +175,7 @@ class Padded:
             shape = [TILE_ROWS if a == axis else d for a, d in enumerate(eqn.outvars[0].aval.shape)]
             values = [self._guard(x, shape) for x in values]
         out = bind_rows(eqn, values, self.size)
-        if name == "iota" and params["dimension"] == axis:
-            out = [out[0] + self.offset.astype(out[0].dtype)]
-        return out
+        return [positions(self, eqn, out[0])] if name == "iota" else out
 
     def _guard(self, x: Array, shape: Sequence[AxisSize]) -> Array:
         """Returns an operand with ones wherever the result is padding."""

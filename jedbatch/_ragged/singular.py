@@ -1,15 +1,17 @@
 """Operations whose derivatives may be infinite in the padding of an instance, and only there.
 
 Padding repeats the last row, so that what is computed of it is what that row has, and as finite.
-Not so if positions come in: for the distances of points,
+So it has the position of that row, too: for the distances of points,
 
     r = sqrt(|x_i - x_j|² + (i == j))
 
-the pair of the last row and its copy has the distance 0, since their positions differ. Nothing
-comes back to r there, but 0 times an infinite slope is no number, and the last row is sent it. So
-such operations read a number in their padding at which they and their slopes are finite. What
-depends on positions, by itself or by operations that take rows together and keep their axis, is
-followed through the equations of a phase.
+the pair of the last row and its copy would have the distance 0 if their positions differed. Nothing
+comes back to r there, but 0 times an infinite slope is no number, and the last row is sent it. With
+weights of neighbours alone, where |i - j| < 2, a copy further on would have none.
+
+Operations that take rows together and keep their axis make other rows of padding, as differences of
+neighbours do. What depends on them is followed through the equations of a phase, and singular
+operations read a number in their padding at which they and their slopes are finite.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,12 +43,12 @@ ACOSH_FINITE_AT = 2.0  # but one
 
 
 def positioned(equations: Sequence[Equation]) -> frozenset[int]:
-    """Returns the ids of singular equations that read what depends on the positions of rows."""
+    """Returns the ids of singular equations that read what is no copy of a row in padding."""
     known: set[Any] = set()
     found = set()
     for eqn in equations:
         name = eqn.primitive.name
-        depends = name == "iota" or not known.isdisjoint(reads(eqn))
+        depends = not known.isdisjoint(reads(eqn))
         if not depends and name not in REDUCTIONS and name != "dot_general":
             depends = bool(mixed_axes(eqn))
         if depends:
@@ -54,6 +56,24 @@ def positioned(equations: Sequence[Equation]) -> frozenset[int]:
             if name in SINGULAR:
                 found.add(id(eqn))
     return frozenset(found)
+
+
+def positions(padded: Any, eqn: Equation, counted: Array) -> Array:
+    """Returns positions along an axis; in padding, where it matters, that of the last row.
+
+    Args:
+      padded: the rules that the equation runs by, see `_ragged.padded_rules`.
+      eqn: an `iota`.
+      counted: its result, from 0 on in a tile, too.
+    """
+    result, axis = eqn.outvars[0], eqn.params["dimension"]
+    extent = result.aval.shape[axis]
+    if axis in padded.tiles.get(result, ()):
+        counted = counted + padded.offset.astype(counted.dtype)
+    if not padded.differentiable or not is_ragged((extent,)):
+        return counted
+    last = jnp.maximum(padded.length(extent) - 1, 0)
+    return jnp.minimum(counted, last.astype(counted.dtype))
 
 
 def without_poles(padded: Any, eqn: Equation, values: Sequence[Array]) -> list[Array]:

@@ -404,6 +404,11 @@ def distances(w, x):
     return jnp.sqrt(((h[:, None] - h[None]) ** 2).sum(-1) + jnp.eye(x.shape[0]))
 
 
+def near(x, scores, else_=-jnp.inf):
+    i = jnp.arange(x.shape[0])
+    return jnp.where(jnp.abs(i[:, None] - i[None]) < 2, scores, else_)
+
+
 BESIDE_COPIES = {
     "distances": lambda w, x: distances(w, x).sum(),
     "forces": lambda w, x: jax.grad(lambda x: jnp.exp(-distances(w, x)).sum())(x),
@@ -412,13 +417,15 @@ BESIDE_COPIES = {
         ((x @ w - (x @ w)[-1][None]) ** 2).sum(1) + (jnp.arange(x.shape[0]) == x.shape[0] - 1)
     ).sum(),
     "scaled": lambda w, x: (w[0, 1] * jnp.arctanh(0.5 * jnp.eye(x.shape[0]) + x[0, 0] / 9)).sum(),
+    "window": lambda w, x: jax.nn.softmax(near(x, x @ w @ x.T), -1) @ x,
+    "masked": lambda w, x: jnp.tril(jax.nn.log_softmax(near(x, x @ w @ x.T, -1e9), -1)).sum(),
     "neighbours": lambda w, x: lax.top_k(-distances(w, x) - 9.0 * jnp.eye(x.shape[0]), 1)[0].sum(),
 }
 
 
 @pytest.mark.parametrize("name", BESIDE_COPIES)
 def test_gradients_where_padding_repeats_a_row(name):
-    """Of padding the distance is 0, and its slope infinite."""
+    """In padding the distance is 0, and its slope infinite; and no weight is left."""
     fn = BESIDE_COPIES[name]
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)
