@@ -22,10 +22,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.interpret import (
     any_performs,
+    dependents,
     has_gradient,
     value_of,
 )
@@ -62,6 +64,9 @@ class PackedProgram:
       phased: the program.
       extents: of the rows it keeps, in the order of `RowCapacity.rows`.
       row_wise: the numbers of those that phases run over.
+
+    What follows from operands behind `jax.lax.stop_gradient` alone is read without a derivative:
+    there may be loops that have none.
     """
 
     def __init__(
@@ -89,6 +94,9 @@ class PackedProgram:
         returned = [v for v in phased.jaxpr.outvars if isinstance(v, Var) and v in defined]
         read = [v for phase in phased.phases for v in phase.shared]
         self._shared = list(dict.fromkeys((*read, *returned)))
+        equations = [e for e in phased.jaxpr.eqns if e.primitive.name != "stop_gradient"]
+        program = phased.jaxpr.replace(eqns=equations)
+        self._moving = dependents(program, phased.jaxpr.invars)
         given = phased.jaxpr.invars[: phased.num_shared]
         self._shared_values = SharedValues(
             phased.jaxpr.replace(invars=given, outvars=self._shared, eqns=phased.before),
@@ -331,7 +339,10 @@ class PackedProgram:
         env.update(zip(phased.operands, operands, strict=True))
         batch = PackedBatch(self.extents, phased.symbols, capacity, table)
         for n, (phase, runner) in enumerate(zip(phased.phases, self._runners, strict=True)):
-            shared_values, read = ([env[v] for v in vs] for vs in (phase.shared, phase.reads))
+            shared_values, read = (
+                [env[v] if v in self._moving else lax.stop_gradient(env[v]) for v in vs]
+                for vs in (phase.shared, phase.reads)
+            )
             results = runner.run(batch, shared_values, read, n)
             env.update(zip(phase.writes, results, strict=True))
 

@@ -441,3 +441,29 @@ def test_gradients_where_padding_repeats_a_row(name):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(want))
     assert_close(slopes(batched), want, 1e-3)
     assert batched.plan(weight, points).host.apart is None
+
+
+def test_gradients_beside_a_loop_over_what_is_stopped():
+    """A `while_loop` has no gradient in reverse mode, and needs none here."""
+
+    def fn(weight, x):
+        still, rows = lax.stop_gradient((weight, x))
+
+        def going(state):
+            return (state[0] < x.shape[0]) & (state[1].sum() < 1.5)
+
+        def step(state):
+            return state[0] + 1, jnp.tanh(still @ state[1]) + rows[state[0]]
+
+        return weight @ x.sum(0) + lax.while_loop(going, step, (0, jnp.ones(3)))[1]
+
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)
+    points = [jnp.asarray(rng.normal(size=(n, 3)), jnp.float32) for n in (3, 5, 2)]
+    batched = jedbatch.batch(fn)
+
+    def slopes(run):
+        return jax.grad(lambda w, xs: number(run(w, xs)), argnums=(0, 1))(weight, points)
+
+    assert_close(slopes(batched), slopes(lambda w, xs: jnp.stack([fn(w, x) for x in xs])), 1e-4)
+    assert batched.plan(weight, points).host.apart is None
