@@ -20,6 +20,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.closed_over import closed_over
@@ -213,10 +214,11 @@ def custom_programs(
             programs = (first, *trace(call, types, inexact, first.out_avals))
             consts = {id(c): c for program in programs for c in consts_of(program)}
             captured = tuple(filter(is_captured, consts.values()))
-            me = first.eqns[0] if trace is _traced_forward else None
-            recursion = _Recursion(rule_key, me)
             whole = _closed(first, captured)
-            others = [_closed(program, captured, recursion) for program in programs[1:]]
+            in_rule: Any = _in_reverse
+            if trace is _traced_forward:
+                in_rule = _InForwardRule(rule_key, first.eqns[0])
+            others = [_closed(program, captured, in_rule) for program in programs[1:]]
     except Exception:  # it may be an error to differentiate it at all
         return None
     finally:
@@ -272,22 +274,23 @@ def _traced_reverse(call: Callable, types: Sequence[Any], inexact: Sequence[bool
     return forth, jax.make_jaxpr(backward)(list(forth.out_avals[len(out) :]), moving)
 
 
-class _Recursion:
-    """Finds the calls of a `jax.custom_jvp` in its own rule.
+class _InForwardRule:
+    """What calls of functions with rules become in a forward rule, which may be differentiated.
 
-    Nothing else of the rule is taken apart, since it may be differentiated again.
+    The function itself is another operation, as it closes over arrays; all else is left.
     """
 
     def __init__(self, rule_key: Callable[[str, Any], Any], me: Any):
-        self.is_needed = me is not None
         self._of = rule_key
-        self._key = None if me is None else rule_key(me.primitive.name, me.params)
+        self._key = rule_key(me.primitive.name, me.params)
 
-    def is_me(self, eqn: Any) -> bool:
-        """Returns whether an operation of the rule is the function itself."""
-        return eqn.primitive.name == "custom_jvp_call" and (
-            self._of(eqn.primitive.name, eqn.params) == self._key
-        )
+    def __call__(self, eqn: Any, values: list[Any], run: Callable, apart: Callable) -> list[Any]:
+        name = eqn.primitive.name
+        if name != "custom_jvp_call" or self._of(name, eqn.params) != self._key:
+            return run()
+        types = [v.aval for v in eqn.outvars]
+        results = tuple((t.shape, t.dtype.name, bool(t.weak_type)) for t in types)
+        return custom_itself_p.bind(*values[eqn.params["num_consts"] :], results=results)
 
 
 custom_itself_p = Primitive("custom_itself")
@@ -299,25 +302,49 @@ def _types_of_results(*_: Any, results: Sequence[tuple]) -> list[ShapedArray]:
     return [ShapedArray(shape, np.dtype(dtype), weak_type=weak) for shape, dtype, weak in results]
 
 
-def _closed(program: Any, captured: Sequence[Any], recursion: _Recursion | None = None) -> Any:
+def _refuse_forward_mode(*_: Any) -> Any:
+    raise TypeError("can't apply forward-mode autodiff (jvp) to a custom_vjp function.")
+
+
+reverse_only_p = Primitive("reverse_only")  # returns its argument
+reverse_only_p.def_impl(lambda x: x)
+reverse_only_p.def_abstract_eval(lambda x: x)
+batching.defvectorized(reverse_only_p)
+ad.primitive_jvps[reverse_only_p] = _refuse_forward_mode
+mlir.register_lowering(reverse_only_p, lambda _, x: [x])
+
+
+def _in_reverse(eqn: Any, values: list[Any], run: Callable, apart: Callable) -> list[Any]:
+    """What calls of functions with rules become in a rule for the reverse.
+
+    That is differentiated in forward mode alone, in which JAX refuses those for the reverse.
+    """
+    if eqn.primitive.name == "custom_jvp_call":
+        return run()
+    return [reverse_only_p.bind(x) if has_gradient(x.dtype) else x for x in apart()]
+
+
+def _taken_apart(eqn: Any, values: list[Any], run: Callable, apart: Callable) -> list[Any]:
+    """What calls of functions with rules become where nobody differentiates them."""
+    return apart()
+
+
+def _closed(program: Any, captured: Sequence[Any], of_call: Callable = _taken_apart) -> Any:
     """The program with what it closes over as first arguments.
 
-    Calls of functions with rules are taken apart where nobody differentiates them.
+    A call of a function with a rule becomes `of_call(equation, values, run, apart)`, where `run`
+    calls it and `apart` runs its program without the rule.
     """
     places = {id(x): k for k, x in enumerate(captured)}
 
     def evaluate(inner: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        def rule(eqn: Any, values: list[Any]) -> Sequence[Any]:
+        def rule(eqn: Any, values: list[Any]) -> list[Any]:
+            run = functools.partial(run_equation, inner, eqn, values)
             if eqn.primitive.name not in CUSTOM_CALLS:
-                return run_equation(inner, eqn, values)
-            if recursion is not None and recursion.is_needed:
-                if not recursion.is_me(eqn):
-                    return run_equation(inner, eqn, values)
-                types = [v.aval for v in eqn.outvars]
-                results = tuple((t.shape, t.dtype.name, bool(t.weak_type)) for t in types)
-                return custom_itself_p.bind(*values[eqn.params["num_consts"] :], results=results)
+                return run()
             body = eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"]
-            return evaluate(without_consts(body), consts_of(body), values)
+            apart = functools.partial(evaluate, without_consts(body), consts_of(body), values)
+            return of_call(eqn, values, run, apart)
 
         return interpret(inner, consts, args, rule)
 

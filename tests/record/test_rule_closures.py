@@ -172,6 +172,33 @@ def test_what_rules_close_over_is_not_differentiated(name):
     assert_close(slopes(stopped, jedbatch.batch(stopped)), slopes(stopped), 2e-5)
 
 
+@jax.custom_jvp
+def steeper(y):
+    return jnp.sin(y)
+
+
+steeper.defjvp(lambda y, slope: (steeper(*y), 5 * slope[0]))
+
+
+@pytest.mark.parametrize("calls_itself", [False, True])
+def test_rules_for_the_reverse_are_differentiated_by_the_rules_that_they_call(calls_itself):
+    def fn(w, x):
+        f = jax.custom_vjp(lambda y: steeper(y) * x)
+        forward = lambda y: (f(y) if calls_itself else steeper(y) * x, steeper(y))  # noqa: E731
+        f.defvjp(forward, lambda kept, slope: (slope * x * kept**2,))
+        return f(x @ w) ** 2
+
+    batched = jedbatch.batch(fn)
+    ours = jax.hessian(lambda w: batched(w, INSTANCES).sum())
+    loop = jax.hessian(lambda w: sum(fn(w, x).sum() for x in INSTANCES))
+    if calls_itself:
+        for hessian in (ours, loop):
+            with pytest.raises(TypeError, match="forward"):
+                hessian(WEIGHT)
+    else:
+        assert_close(ours(WEIGHT), loop(WEIGHT), 2e-5)
+
+
 def test_rules_in_cells_that_close_over_values_say_what_to_write():
     @jedbatch.cell
     def inner(w, x):
