@@ -189,6 +189,48 @@ class CustomFunctions:
         return programs if programs is not None and (varies or programs.holds_tracers) else None
 
 
+def record_custom(
+    recorder: Any, functions: Sequence[Any], call: Callable, tracers: Sequence[Leaf]
+) -> list[Leaf]:
+    """Records a function with a derivative rule of its own, rule included.
+
+    Args:
+      recorder: of the instance.
+      functions: the function and its rules, as for `custom_programs`.
+      call: calls the function.
+      tracers: the arguments.
+    """
+    fun, *rules = functions
+    ran = []
+
+    def noted(*values):
+        ran.append(True)
+        return call(*values)
+
+    name, variants = getattr(fun, "__name__", "custom"), recorder.registry.variants
+    key = recorder.registry.keys.custom_key(fun, rules)
+    code = getattr(getattr(fun, "f", fun), "__code__", None)
+    programs = recorder.registry.custom.programs(
+        recorder.is_weight_reached, key, functions, call, tracers
+    )
+    if programs is not None:
+        out = recorder.perform(
+            name,
+            programs.key(recorder.registry.keys),
+            programs.operation(),
+            [*programs.captured, *tracers],
+            lambda _, lifted: programs.operation(lifted),
+        )
+    else:
+        if code is not None:
+            variants.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
+        out = recorder._operation(name, key, noted, tracers)
+    if not ran:  # JAX reads the structure of the result off a run of `fun`
+        with pause():
+            jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*map(jax.typeof, tracers))
+    return out
+
+
 def custom_programs(
     functions: Sequence[Any],
     call: Callable,
@@ -275,7 +317,7 @@ def _traced_reverse(call: Callable, types: Sequence[Any], inexact: Sequence[bool
 
 
 class _InForwardRule:
-    """What calls of functions with rules become in a forward rule, which may be differentiated.
+    """Runs calls of functions with rules in a forward rule, which may be differentiated.
 
     The function itself is another operation, as it closes over arrays; all else is left.
     """
@@ -315,7 +357,7 @@ mlir.register_lowering(reverse_only_p, lambda _, x: [x])
 
 
 def _in_reverse(eqn: Any, values: list[Any], run: Callable, apart: Callable) -> list[Any]:
-    """What calls of functions with rules become in a rule for the reverse.
+    """Runs a call of a function with a rule in a rule for the reverse.
 
     That is differentiated in forward mode alone, in which JAX refuses those for the reverse.
     """
@@ -325,7 +367,7 @@ def _in_reverse(eqn: Any, values: list[Any], run: Callable, apart: Callable) -> 
 
 
 def _taken_apart(eqn: Any, values: list[Any], run: Callable, apart: Callable) -> list[Any]:
-    """What calls of functions with rules become where nobody differentiates them."""
+    """Runs a call of a function with a rule where nobody differentiates it."""
     return apart()
 
 

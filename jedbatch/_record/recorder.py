@@ -45,6 +45,7 @@ from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
 from jedbatch._record.cell import Cell, pause
 from jedbatch._record.containers import shared_token, tokens_of_containers
+from jedbatch._record.custom_rules import record_custom
 from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import (
     Watched,
@@ -455,7 +456,7 @@ class Recorder(Trace):
                     primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
                 )
 
-        return self._custom((fun, jvp), call, tracers)
+        return record_custom(self, (fun, jvp), call, tracers)
 
     def process_custom_vjp_call(
         self, primitive, fun, fwd, bwd, tracers, /, *, out_trees, symbolic_zeros
@@ -466,39 +467,7 @@ class Recorder(Trace):
             with take_current_trace() as trace, set_current_trace(trace):
                 return trace.process_custom_vjp_call(primitive, fun, fwd, bwd, values, **told)
 
-        return self._custom((fun, fwd, bwd), call, tracers)
-
-    def _custom(self, functions: tuple, call: Callable, tracers: Sequence[Leaf]) -> list[Leaf]:
-        """Records a function with a derivative rule of its own, rule included."""
-        fun, *rules = functions
-        ran = []
-
-        def noted(*values):
-            ran.append(True)
-            return call(*values)
-
-        name, variants = getattr(fun, "__name__", "custom"), self.registry.variants
-        key = self.registry.keys.custom_key(fun, rules)
-        code = getattr(getattr(fun, "f", fun), "__code__", None)
-        programs = self.registry.custom.programs(
-            self.is_weight_reached, key, functions, call, tracers
-        )
-        if programs is not None:
-            out = self.perform(
-                name,
-                programs.key(self.registry.keys),
-                programs.operation(),
-                [*programs.captured, *tracers],
-                lambda _, lifted: programs.operation(lifted),
-            )
-        else:
-            if code is not None:
-                variants.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
-            out = self._operation(name, key, noted, tracers)
-        if not ran:  # JAX reads the structure of the result off a run of `fun`
-            with pause():
-                jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*map(jax.typeof, tracers))
-        return out
+        return record_custom(self, (fun, fwd, bwd), call, tracers)
 
     def stage_value(self, val):
         """A number or array of NumPy as an immutable array of JAX."""

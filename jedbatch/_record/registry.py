@@ -478,8 +478,8 @@ class Registry:
     def _closed(self, name, jaxpr, tree, shared):
         """Makes shared values among the constants of a jaxpr its leading arguments.
 
-        JAX refuses a gradient of what a function with a rule for the reverse closes over, and one
-        through loops. Arrays that are reached, and values that do not move, have none.
+        JAX refuses a gradient of what a function with a rule for the reverse closes over, or
+        through loops. Arrays reached, and values that do not move, have none.
         """
         extra = []
         lifted = [isinstance(c, Tracer) or id(c) in self.reached for c in jaxpr.consts]
@@ -496,12 +496,10 @@ class Registry:
                         "to the cell as an argument."
                     )
                 extra.append(index)
-        has_rules = performs(jaxpr, "custom_vjp_call")
         has_loops = any(map(cares_for_padding, jaxpr.eqns))
-        stopped = [
-            (has_rules and self._is_array_reached(s)) or (has_loops and not self._moves(s))
-            for s in (*extra, *shared)
-        ]
+        refuses = has_loops or performs(jaxpr, "custom_vjp_call")
+        stays = (lambda s: not self._moves(s)) if has_loops else self._is_array_reached
+        stopped = [refuses and stays(s) for s in (*extra, *shared)]
         if not extra and not any(stopped):
             return jaxpr.replace(consts=list(map(owned, jaxpr.consts))), tree, ()
 
