@@ -1,9 +1,10 @@
 """Arrays that are written before they are read, which nobody needs to fill with zeros first.
 
 XLA:CPU knows no such arrays: it fills all memory that a program asks for, and has the kernel map
-pages that are never used. So they come from a function that does
-nothing (see `_jaxpr.native_calls`). They are zeros where there is none, and under `jax_debug_nans`,
-which looks at all that a program returns.
+pages that are never used. So they come from a function that writes nothing (see
+`_jaxpr.native_calls`); on Linux it asks for huge pages, which the kernel maps faster. They are
+zeros where there is no such function, and under `jax_debug_nans`, which looks at all that a program
+returns.
 """
 
 import jax.numpy as jnp

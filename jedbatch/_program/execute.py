@@ -22,14 +22,13 @@ Source: ED-Batch for batches over contiguous arenas; the forms of the loop were 
 
 import functools
 import math
-import operator
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jedbatch._jaxpr.storage import Kind, row_bytes
+from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.unknown_numbers import unknown
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._kernel.kernel import Kernel
@@ -44,7 +43,6 @@ from jedbatch._program.arenas import (
     row,
     slice_rows,
     take,
-    zeros,
 )
 from jedbatch._program.interpreter import bodies_of, sweep
 from jedbatch._program.lanes import Lanes, reverse_lanes, run_lanes
@@ -53,8 +51,6 @@ from jedbatch._program.rows import Read, Write, after, put_rows, take_rows
 from jedbatch._program.signature import Signature
 from jedbatch._program.stopped import has_bounds
 from jedbatch._support.types import Array, PyTree
-
-LARGE_ARENAS = 1 << 25  # bytes, from which on malloc of Linux has the kernel map memory anew
 
 
 class Forward:
@@ -92,30 +88,12 @@ class Forward:
 
     def _arenas(self) -> list[Array]:
         kinds = zip(self.signature.rows, self.signature.arenas, strict=True)
-        return [self.empty(rows, kind, "values", a) for a, (rows, kind) in enumerate(kinds)]
+        return [empty(rows, kind, "values", a) for a, (rows, kind) in enumerate(kinds)]
 
     def lanes_of(self, k: int, name: str, kinds: Sequence[Kind]) -> tuple[Array, ...]:
         """Arrays with a row for each lane of kernel k."""
         lanes = self.signature.lanes[k]
-        return tuple(self.empty(lanes, kind, name, k, i) for i, kind in enumerate(kinds))
-
-    def empty(self, rows: int, kind: Kind, *name: Any) -> Array:
-        """An arena, any of whose rows is read only after it is written.
-
-        Large ones are filled with zeros: XLA maps the pages of their memory in several threads so,
-        where chunk after chunk would map them in one.
-        """
-        return zeros(rows, kind) if self._is_large else empty(rows, kind, *name)
-
-    @functools.cached_property
-    def _is_large(self) -> bool:
-        signature = self.signature
-        size = sum(map(operator.mul, signature.rows, map(row_bytes, signature.arenas)))
-        if self.saving:
-            for kernel, lanes in zip(signature.kernels, signature.lanes, strict=True):
-                of_lane = sum(map(row_bytes, kernel.reverse.saved)) + kernel.cotangent_bytes
-                size += lanes * of_lane
-        return size > LARGE_ARENAS
+        return tuple(empty(lanes, kind, name, k, i) for i, kind in enumerate(kinds))
 
     def resume(self, inputs: Sequence[Any], state: PyTree) -> PyTree:
         """A state with input rows written again, where there are any."""
@@ -263,7 +241,7 @@ class Backward:
         cotangents = []
         for a, (kind, output_rows) in enumerate(zip(forward.arenas, outputs, strict=True)):
             if signature.has_cotangents(a):
-                rows = self.forward.empty(signature.zero[a] + 1, kind, "cotangents", a)
+                rows = empty(signature.zero[a] + 1, kind, "cotangents", a)
                 rows = put(rows, jnp.zeros((1, *rows.shape[1:]), rows.dtype), signature.zero[a])
                 cotangents.append(put(rows, output_rows, 0) if len(output_rows) else rows)
             else:

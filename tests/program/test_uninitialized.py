@@ -84,8 +84,6 @@ def test_arenas_are_not_filled(monkeypatch, params):
     with monkeypatch.context() as patch:
         patch.setenv(native.SWITCH, "0")
         assert TARGET not in text()
-    monkeypatch.setattr(execute, "LARGE_ARENAS", 0)
-    assert TARGET not in text()
 
 
 def test_programs_are_exported_without_it(params):

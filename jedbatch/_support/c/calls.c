@@ -6,11 +6,20 @@
  * of `xla/ffi/api/c_api.h`, which jaxlib contains.
  */
 
+#if defined(__linux__) && !defined(_DEFAULT_SOURCE)
+#define _DEFAULT_SOURCE /* for madvise */
+#endif
+
 #include "core.h"
 
 #include <string.h>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 enum { METADATA = 1, FLOAT32 = 11, FLOAT64 = 12 };
+enum { PAGE = 4096, LARGE = 4 << 20 }; /* bytes; an array of the latter has a huge page in it */
 
 typedef struct Extension {
     size_t struct_size;
@@ -396,11 +405,32 @@ write_instances(CallFrame *frame)
     return NULL;
 }
 
-/* Leaves its results as they are. */
+/* Asks Linux to map the memory of a large array in huge pages, as far as it is not mapped yet.
+ *
+ * The memory of a program that takes more than 32 MB comes from the kernel anew at each run (see
+ * malloc's M_MMAP_THRESHOLD), and to map it page by page takes up to half as long as to use it.
+ */
+static void
+ask_for_huge_pages(const Buffer *array)
+{
+#ifdef MADV_HUGEPAGE
+    uintptr_t start = (uintptr_t)array->data, end = start;
+    end += row_size(array) * (size_t)array->dims[0];
+    start = (start + PAGE - 1) / PAGE * PAGE;
+    end = end / PAGE * PAGE;
+    if (end > start && end - start >= LARGE)
+        madvise((void *)start, end - start, MADV_HUGEPAGE); /* an error changes nothing */
+#else
+    (void)array;
+#endif
+}
+
+/* Leaves its result as it is. */
 static void *
 uninitialized(CallFrame *frame)
 {
-    asks_for_metadata(frame);
+    if (!asks_for_metadata(frame))
+        ask_for_huge_pages(frame->results.buffers[0]);
     return NULL;
 }
 
