@@ -15,6 +15,8 @@ Read in this order:
 7. `vjp`: The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
 8. `operand_lists`: Lists of operands, which the program of a lane takes as one array.
 9. `tables`: Functions of the rows of small tables, computed once for every row there is.
-10. `kernel`: The program of a node type for one lane, forwards and backwards.
-11. `facts`: Facts about a kernel: all that lowering reads of one, without its program.
+10. `factors`: Products of two matrices of each lane, with factors laid out as XLA:CPU multiplies
+   them fastest.
+11. `kernel`: The program of a node type for one lane, forwards and backwards.
+12. `facts`: Facts about a kernel: all that lowering reads of one, without its program.
 """

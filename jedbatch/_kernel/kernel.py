@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer
-from jax.extend.core import Var
+from jax.extend.core import Jaxpr, Var
 
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.basic_blocks import is_nest
@@ -51,8 +51,10 @@ from jedbatch._jaxpr.interpret import (
 from jedbatch._jaxpr.lane_loops import flag_variable
 from jedbatch._jaxpr.lane_steps import program_of
 from jedbatch._jaxpr.program_counters import LaneRule, table_variable
+from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.storage import Kind, distinct_kinds, from_stored, row_bytes, stored, to_stored
 from jedbatch._jaxpr.versions import Atom, Equation
+from jedbatch._kernel.factors import with_summed_last
 from jedbatch._kernel.operand_lists import ListPlaces, single_parameters, with_lists
 from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
@@ -281,9 +283,24 @@ class Kernel:
             program = self.jaxpr.replace(eqns=self.body, outvars=self._outvars)
             (table,) = self._lane_vars or [None]
             like_last = self._like_last if repeats else None
+            program = self._laid_out(program, self.const_vars)
             given = program, self.control_flow, branches, self.lanes, table, like_last
             self._bodies[branches, repeats] = without_lock_step(*given).eqns
         return self._bodies[branches, repeats]
+
+    def over_lanes(self, program: Jaxpr, shared: Sequence[Var]) -> Any:
+        """Returns a program of the reverse, for `vmap` without lock step.
+
+        Some of its variables are the same for all lanes, `shared`.
+        """
+        program = may_differ(self._laid_out(program, shared))
+        if not self.diverges:
+            return program
+        return without_lock_step(program, self.control_flow, "forward", self.lanes)
+
+    def _laid_out(self, program: Jaxpr, shared: Sequence[Var]) -> Jaxpr:
+        """Returns a program of a lane with products as the target multiplies them fastest."""
+        return with_summed_last(program, shared) if self._target.summed_last else program
 
     @functools.cached_property
     def _differentiated(self) -> Sequence[Equation]:

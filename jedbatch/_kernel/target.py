@@ -109,6 +109,8 @@ class Target:
         together have up to about so many (see `_ragged.microbatches`); 0 for all calls at once.
       projection_bytes: of the weights of a product of inputs that is worth a node of its own (see
         `_record.granularity.projections`); 0 if none is.
+      summed_last: whether products of matrices of a lane sum over the last axes of their first
+        factors (see `_kernel.factors`).
       control: how the next instruction is found, "loops" or "switch".
       superinstruction: opcodes in a superinstruction at most; 1 for none.
       command_buffers: what XLA:GPU puts into CUDA graphs; empty for what it does by default.
@@ -140,6 +142,7 @@ class Target:
     straight_bytes: int = 0
     microbatch_rows: int = 4096
     projection_bytes: int = 1 << 17
+    summed_last: bool = True
     control: str = "loops"
     superinstruction: int = 1
     command_buffers: tuple[str, ...] = ()
@@ -292,6 +295,7 @@ GPU = Target(
     straight_bytes=4 << 30,
     microbatch_rows=0,
     projection_bytes=0,
+    summed_last=False,
     control="switch",
     superinstruction=8,
     command_buffers=COMMAND_BUFFERS,

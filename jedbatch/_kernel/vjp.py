@@ -38,7 +38,6 @@ from jedbatch._jaxpr.interpret import (
     shape_of,
     used_variables,
 )
-from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.unknown_numbers import Starts, run_with_starts, unknown_starts
 from jedbatch._jaxpr.versions import Atom, Equation
@@ -176,12 +175,11 @@ class KernelVjp:
         if self.is_guarded:  # the program leaves out cotangents that are not alive
             closed = guarded(backward, self._backward_consts, given)
             self._backward, self._backward_consts = closed.jaxpr, closed.consts
-        programs = map(may_differ, (self._forward, self._backward))
+        pairs = zip(self._backward.invars, self._sources, strict=False)
+        shared = [v for v, (source, _) in pairs if source in (Source.CONST, Source.DERIVED)]
         self._over_lanes = [
-            without_lock_step(x, kernel.control_flow, "forward", kernel.lanes)
-            if kernel.diverges
-            else x
-            for x in programs
+            kernel.over_lanes(self._forward, self._forward.invars[: kernel.num_consts]),
+            kernel.over_lanes(self._backward, shared),
         ]
 
     @classmethod
