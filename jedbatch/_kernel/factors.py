@@ -36,21 +36,25 @@ def with_summed_last(program: Jaxpr, shared: Collection[Var]) -> Jaxpr:
     times.update(v for eqn in program.eqns for v in reads(eqn))
     eqns: list[Equation | None] = []
     products: dict[Var, int] = {}  # the places of those of two matrices of a lane, by result
+    transposes: dict[Var, Equation] = {}
     eqn: Equation
     for eqn in program.eqns:
         if same.issuperset(reads(eqn)):
             same.update(eqn.outvars)
         elif same.isdisjoint(reads(eqn)) and _is_product(eqn):
             products[eqn.outvars[0]] = len(eqns)
-        elif eqn.primitive.name == "transpose" and times[(v := reads(eqn)[0])] == 1:
-            product = eqns[products[v]] if v in products else None
+        elif eqn.primitive.name == "transpose":
+            (v,), (result,) = reads(eqn), eqn.outvars
+            product = eqns[products[v]] if v in products and times[v] == 1 else None
             if product is not None and _swaps(product, eqn.params["permutation"]):
                 eqns[products.pop(v)] = None
-                products[eqn.outvars[0]] = len(eqns)
-                eqn = _swapped(product, eqn.outvars)
+                products[result] = len(eqns)
+                eqn = _swapped(product, result)
+            else:
+                transposes[result] = eqn
         eqns.append(eqn)
     for place in products.values():
-        if (product := eqns[place]) is not None and _sums_elsewhere(product):
+        if (product := eqns[place]) is not None and _sums_elsewhere(product, transposes):
             eqns[place] = as_call(product, _product(product))
     return program.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
@@ -74,18 +78,25 @@ def _swaps(product: Equation, permutation: Sequence[int]) -> bool:
     return tuple(permutation) == expected
 
 
-def _swapped(product: Equation, results: Sequence[Var]) -> Equation:
+def _swapped(product: Equation, result: Var) -> Equation:
     """Returns a product with its factors swapped, as XLA does with one that is transposed."""
     (summed, batch), (first, second) = product.params["dimension_numbers"], product.invars
     params = {**product.params, "dimension_numbers": (summed[::-1], batch[::-1])}
-    return product.replace(invars=[second, first], outvars=list(results), params=params)
+    return product.replace(invars=[second, first], outvars=[result], params=params)
 
 
-def _sums_elsewhere(eqn: Equation) -> bool:
-    """Returns whether a product is one of matrices, the first of them summed over other axes."""
+def _sums_elsewhere(eqn: Equation, transposes: dict[Var, Equation]) -> bool:
+    """Returns whether a product is one of matrices, the first of them summed over other axes.
+
+    XLA looks through transposes.
+    """
     (summed, others), (batch, _) = eqn.params["dimension_numbers"]
     first, second = (v.aval for v in eqn.invars)
-    is_last = tuple(summed) == tuple(range(first.ndim - len(summed), first.ndim))
+    source, axes = eqn.invars[0], tuple(summed)
+    while (transpose := transposes.get(source)) is not None:
+        axes = tuple(transpose.params["permutation"][axis] for axis in axes)
+        (source,) = transpose.invars
+    is_last = axes == tuple(range(first.ndim - len(summed), first.ndim))
     free = [first.size, second.size]
     for axis in (*summed, *batch):
         free[0] //= max(1, first.shape[axis])
