@@ -1,5 +1,9 @@
 """Arenas that nobody fills with zeros: no row is read before it is written."""
 
+import itertools
+import re
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -84,6 +88,26 @@ def test_arenas_are_not_filled(monkeypatch, params):
     with monkeypatch.context() as patch:
         patch.setenv(native.SWITCH, "0")
         assert TARGET not in text()
+
+
+@compiled
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages"
+)
+def test_memory_of_large_arenas_is_asked_for_in_huge_pages():
+    """The kernel says so of the memory in which the array lies."""
+    large, small = (
+        jax.jit(lambda n=n: uninitialized((n,), np.float32, "rows"))() for n in (1 << 23, 1 << 10)
+    )
+    areas = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    flags = {}
+    for area, after in itertools.pairwise(areas):
+        bounds = re.findall(r"^([0-9a-f]+)-([0-9a-f]+) ", area, re.MULTILINE)[-1]
+        flags[tuple(int(x, 16) for x in bounds)] = after.split("\n")[0].split()
+    for array, asked in ((large, True), (small, False)):
+        middle = array.unsafe_buffer_pointer() + array.nbytes // 2
+        (found,) = (x for (start, end), x in flags.items() if start <= middle < end)
+        assert ("hg" in found) == asked
 
 
 def test_programs_are_exported_without_it(params):
