@@ -84,6 +84,9 @@ class Target:
       heavy_start: above so many lanes a lane counts as light.
       light_start: what starting a chunk of light lanes costs at most, in lanes.
       chunk_bytes: bytes that a chunk may read and write.
+      light_bytes: the same for the widest chunks of lanes that do little, which are made narrower:
+        a share of the cache of a core, as their operations hand on values through it; 0 for
+        `chunk_bytes`.
       step_work: floating-point operations done while a step of lanes is started whose loops or
         branches values decide on.
       branch_lanes: how many lanes of a branch run together, where values decide on branches.
@@ -125,6 +128,7 @@ class Target:
     heavy_start: int = 16
     light_start: int = 16
     chunk_bytes: int = 16 << 20
+    light_bytes: int = 1 << 19
     step_work: float = STEP_WORK
     branch_lanes: int = BRANCH_LANES
     nest_work: float = NEST_WORK
@@ -172,7 +176,7 @@ class Target:
 
         Light lanes are padded generously and compiled in few widths; heavy ones are not. Of long
         rows, such as matrices, only the widths that fit into `chunk_bytes` are left, but two at
-        least.
+        least, and the widest of light lanes is halved until it fits into `light_bytes`.
 
         Args:
           work: floating-point operations of a lane.
@@ -255,6 +259,11 @@ def _buckets_of(target: Target, work: int, row_bytes: int) -> Buckets:
     start = target._start(work)
     is_light = start > target.heavy_start
     widths = target.light if is_light else target.heavy
+    if is_light and target.light_bytes and len(widths) > 2:
+        *narrower, widest = widths
+        while widest > narrower[-1] and widest * row_bytes > target.light_bytes:
+            widest //= 2
+        widths = (*narrower, widest) if widest > narrower[-1] else tuple(narrower)
     fitting = sum(width * row_bytes <= target.chunk_bytes for width in widths)
     return Buckets(widths[: max(2, fitting)], min(start, target.light_start) if is_light else start)
 
@@ -279,6 +288,7 @@ GPU = Target(
     heavy_start=512,
     light_start=8192,
     chunk_bytes=1 << 30,
+    light_bytes=0,
     step_work=4e8,
     branch_lanes=256,
     nest_work=0.5,

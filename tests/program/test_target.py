@@ -193,6 +193,20 @@ def test_few_widths_are_compiled():
     assert GPU.buckets(work=1, row_bytes=GPU.chunk_bytes).widths == GPU.heavy[:2]
 
 
+def test_chunks_of_long_light_rows_fit_into_a_cache():
+    *narrower, widest = CPU.light
+    for row_bytes in (8, 1_000, 2_000, 5_000, 50_000, CPU.chunk_bytes):
+        widths = CPU.buckets(work=10, row_bytes=row_bytes).widths
+        assert widths[:2] == CPU.light[:2]
+        largest = [
+            n for n in (widest, widest // 2, widest // 4) if n * row_bytes <= CPU.light_bytes
+        ]
+        assert widths == (*narrower, *largest[:1])
+        assert all(width % widths[0] == 0 for width in widths)
+    assert CPU.buckets(work=10**7, row_bytes=5_000).widths == CPU.heavy
+    assert GPU.buckets(work=10, row_bytes=10_000).widths == GPU.light
+
+
 WORK = 119_565  # of the largest block of chains of Hamiltonian Monte Carlo, see `nested`
 LOOPS = {256: 4096, 1024: 1024}  # instances by units, of loops x + tanh(x A) B
 
