@@ -9,6 +9,8 @@ ms         milliseconds on the device for 64 trees, medians.
 × by hand  how many times as long the padded trees take, with quartiles; both run in turns.
 plan ms    milliseconds to plan a minibatch that was never seen, on the clock of its thread.
 again ms   the same for a minibatch whose trees were seen, with other numbers.
+cores      how many times as fast a minibatch runs that is cut over `jedbatch.cores(N)`; with
+           `--cores N`, "–" without.
 late       programs that XLA compiled for 10 unseen minibatches after three.
 first s    seconds of CPU from a new batched function to the first result.
 
@@ -22,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jedbatch
 from benchmarks import common
@@ -105,7 +108,7 @@ def by_hand(of_rates: Any, prepared: Any) -> jax.Array:
     return jnp.where(exist, scores, 0).sum(1) / sites
 
 
-def measure(quick: bool, budget: float, table: common.Table) -> None:
+def measure(quick: bool, budget: float, table: common.Table, mesh: Mesh | None) -> None:
     """Prints a row for inference, and one for the gradient."""
     count, most, leaves = (4, 16, (2, 4)) if quick else (64, MOST_SITES, (8, 33))
     rng = np.random.default_rng(0)
@@ -135,17 +138,22 @@ def measure(quick: bool, budget: float, table: common.Table) -> None:
                     seconds.append(time.thread_time() - start)
                 jax.block_until_ready(ours(params, plan))
         plan = jax.device_put(plan_of(minibatches[0]))
-        for got, expected in zip(
-            *map(jax.tree.leaves, (ours(params, plan), theirs(params, prepared))), strict=True
-        ):
+        runs = [functools.partial(ours, params, plan), functools.partial(theirs, params, prepared)]
+        if mesh is not None:
+            everywhere = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
+            shards = batched.plan(
+                felsenstein.spectrum(everywhere), minibatches[0], gradient=gradient, mesh=mesh
+            )
+            runs.append(functools.partial(ours, everywhere, shards))
+        for got, expected in zip(*map(jax.tree.leaves, (runs[-1](), runs[1]())), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-3, atol=1e-3)
-        runs = functools.partial(ours, params, plan), functools.partial(theirs, params, prepared)
         times = common.interleaved(runs, budget)
         table.row(
             "gradient" if gradient else "inference",
             f"{1e3 * times.median():.1f}",
             f"{1e3 * times.median(1):.1f}",
             times.ratio(1),
+            "–" if mesh is None else f"{times.median() / times.median(2):.2f}",
             *(f"{1e3 * float(np.median(seconds)):.0f}" for seconds in (unseen, again)),
             len(late),
             f"{first:.1f}",
@@ -155,12 +163,14 @@ def measure(quick: bool, budget: float, table: common.Table) -> None:
 def main() -> None:
     parser = common.options(__doc__)
     parser.add_argument("--seconds", type=float, default=10, help="for each row (%(default)s)")
+    parser.add_argument("--cores", type=int, metavar="N", help="devices to cut minibatches over")
     options = parser.parse_args()
+    mesh = jedbatch.cores(options.cores) if options.cores else None  # before any is used
     print(common.machine())
     table = common.Table(
-        "of", "ms", "by hand ms", "× by hand", "plan ms", "again ms", "late", "first s"
+        "of", "ms", "by hand ms", "× by hand", "cores", "plan ms", "again ms", "late", "first s"
     )
-    measure(options.quick, 0.1 if options.quick else options.seconds, table)
+    measure(options.quick, 0.1 if options.quick else options.seconds, table, mesh)
 
 
 if __name__ == "__main__":
