@@ -93,9 +93,9 @@ def _sums_elsewhere(eqn: Equation, transposes: dict[Var, Equation]) -> bool:
     (summed, others), (batch, _) = eqn.params["dimension_numbers"]
     first, second = (v.aval for v in eqn.invars)
     source, axes = eqn.invars[0], tuple(summed)
-    while (transpose := transposes.get(source)) is not None:
-        axes = tuple(transpose.params["permutation"][axis] for axis in axes)
-        (source,) = transpose.invars
+    while isinstance(source, Var) and source in transposes:
+        axes = tuple(transposes[source].params["permutation"][axis] for axis in axes)
+        (source,) = transposes[source].invars
     is_last = axes == tuple(range(first.ndim - len(summed), first.ndim))
     free = [first.size, second.size]
     for axis in (*summed, *batch):
