@@ -444,6 +444,7 @@ unfilled(CallFrame *frame)
     int64_t num_rows = result->dims[0], first = *(int32_t *)frame->arguments.buffers[0]->data;
     first = first < 0 ? 0 : first < num_rows ? first : num_rows;
     size_t size = row_size(result);
+    ask_for_huge_pages(result);
     memset((char *)result->data + size * (size_t)first, 0, size * (size_t)(num_rows - first));
     return NULL;
 }
