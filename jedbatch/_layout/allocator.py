@@ -35,6 +35,8 @@ without and with companions; if the best is still more than 5 % above the bound,
 from each. The lowest peak wins, the first of equals. With more than `MAX_BLOCKS` blocks, or
 `MAX_EDGES` edges in the interference graph, the scan has to do.
 
+The twin of the scan in C is `_support/c/live.c`.
+
 Loops need no copies: a chain of blocks of which each lives until the next is written, block t over
 the steps t and t + 1, alternates between two places, whatever its length. NNC unrolls loops to
 this end; here they come unrolled.
@@ -48,6 +50,8 @@ import dataclasses
 from bisect import bisect_left, insort
 
 import numpy as np
+
+from jedbatch._support.native import core
 
 PEAK_TOLERANCE = 0.02  # a peak this close to the live bound is good enough
 SEARCH_TOLERANCE = 0.05  # the same, before a search for better orders
@@ -130,9 +134,8 @@ def allocate(
       3 blocks in 8 rows, at 0 0 4
     """
     size, first, last = _blocks(size, first, last)
-    bound = live_bound(size, first, last)
+    best, bound = _scan_through_time(size, first, last)
     enough = (1 + slack) * bound
-    best = _scan_through_time(size, first, last)
     if best.peak <= enough:
         return best
     pairs = int(_degree(first, last).sum()) // 2
@@ -188,23 +191,35 @@ def _blocks(size, first, last) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return size, first, last
 
 
-def _scan_through_time(size: np.ndarray, first: np.ndarray, last: np.ndarray) -> Allocation:
-    """Each block in the smallest gap that fits when its time comes, the larger of a step first."""
+def _scan_through_time(
+    size: np.ndarray, first: np.ndarray, last: np.ndarray
+) -> tuple[Allocation, int]:
+    """Each block in the smallest gap that fits when its time comes, the larger of a step first.
+
+    Returns:
+      (The places, the `live_bound`).
+    """
+    compiled = core()
+    if compiled is not None:
+        offset = np.empty(len(size), np.int64)
+        given = map(np.ascontiguousarray, (size, first, last))
+        peak, bound = compiled.scan_through_time((*given, offset))
+        return Allocation(offset, peak), bound
     begin = np.lexsort((-size, first))
     begin = begin[size[begin] > 0]
     end = begin[last[begin].argsort(kind="stable")]
     ended = last[end].searchsorted(first[begin]).tolist()  # blocks that ended before each
-    ending, rows, offset = end.tolist(), size.tolist(), [0] * len(size)
+    ending, rows, offsets = end.tolist(), size.tolist(), [0] * len(size)
     gaps = _Gaps()
     peak = freed = 0
     for i, before in zip(begin.tolist(), ended, strict=True):
         for j in ending[freed:before]:
-            gaps.give(offset[j], offset[j] + rows[j])
+            gaps.give(offsets[j], offsets[j] + rows[j])
         freed = before
-        offset[i] = gaps.take(rows[i])
+        offsets[i] = gaps.take(rows[i])
         if gaps.top > peak:
             peak = gaps.top
-    return Allocation(np.array(offset, np.int64), peak)
+    return Allocation(np.array(offsets, np.int64), peak), live_bound(size, first, last)
 
 
 class _Gaps:

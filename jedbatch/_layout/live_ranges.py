@@ -1,12 +1,16 @@
-"""Live ranges of the results of batches: the first batch that needs their rows, and the last."""
+"""Live ranges of the results of batches: the first batch that needs their rows, and the last.
+
+The twin in C is `_support/c/live.c`.
+"""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.paths import ranges
+from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._support.native import core
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,11 +46,17 @@ def last_reads(graph: Graph, schedule: Schedule) -> np.ndarray:
 
 def find_live_ranges(graph: Graph, schedule: Schedule, padded: np.ndarray) -> LiveRanges:
     """The blocks of a schedule whose batches have so many lanes."""
-    value_last = last_reads(graph, schedule)
-    counts = np.array([t.num_results for t in graph.types], np.int64)[schedule.batch_type]
+    counts = graph.results_per_type.astype(np.int64)[schedule.batch_type]
+    block_ptr = pointers(counts)
     batch = np.repeat(np.arange(len(schedule)), counts)
-    slot = ranges(np.zeros(len(schedule), np.int64), counts)
-    last = np.empty(len(batch), np.int64)
+    slot = np.arange(len(batch)) - block_ptr[batch]
+    last, compiled = np.empty(len(batch), np.int64), core()
+    if compiled is not None:
+        types = int32_arrays(graph.node_type, graph.results_per_type)
+        read = *int64_arrays(graph.operand_ptr), *int32_arrays(graph.operand, graph.outputs)
+        compiled.last_reads((*types, *read, *int64_arrays(schedule.batch, block_ptr), last))
+        return LiveRanges(batch, slot, padded[batch], last)
+    value_last = last_reads(graph, schedule)
     for s in range(int(counts.max(initial=0))):
         has = graph.num_results[schedule.node] > s
         of_node = np.where(has, graph.value_ptr[schedule.node] + s, 0)

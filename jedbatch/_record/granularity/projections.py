@@ -13,22 +13,26 @@ words on the other side, but most trees do not lean.
 
 Cuts hold for plans of values alone, on a CPU and not on a mesh. Steps of training took longer with
 them: what the two nodes give each other must be kept, and so must its cotangents.
+
+The twin in C of what is done to a graph is `_support/c/halves.c`.
 """
 
+import functools
 from collections.abc import MutableMapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.paths import pointers, ranges, renumbered
+from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers, ranges, renumbered
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.early_part import ProgramPart, early_part
 from jedbatch._jaxpr.interpret import performs
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._record.registry import Registry
+from jedbatch._support.native import core
 
 OF_NUMBERS = 4  # times the gain, where numbers enter, whose rows of a table are read there, too
 MANY_MINIBATCHES = 8  # that a type was new in before it is taken for one that does not recur
@@ -193,15 +197,7 @@ def late_operands(graph: Graph, types: Sequence[int]) -> dict[int, set[int]]:
 
     Types are what counts: nodes of one type that depend on each other through another one.
     """
-    inner = np.flatnonzero(graph.operand >= 0)
-    node = graph.operand_reader[inner]
-    reader = graph.node_type[node].astype(np.int64)
-    maker = graph.node_type[graph.value_node[graph.operand[inner]]]
-    position = inner - graph.operand_ptr[node]
-    most = int(position.max(initial=0)) + 1
-    codes = (reader * most + position) * len(graph.types) + maker
-    few = most * len(graph.types) ** 2 <= FEW_CODES  # sorting takes longer than counting these
-    codes = np.flatnonzero(np.bincount(codes)) if few else np.unique(codes)
+    codes, most = _codes_of_operands(graph)
     readers: dict[int, set[int]] = {}
     edges = []
     for code in codes.tolist():
@@ -219,8 +215,68 @@ def late_operands(graph: Graph, types: Sequence[int]) -> dict[int, set[int]]:
     return late
 
 
+def _codes_of_operands(graph: Graph) -> tuple[np.ndarray, int]:
+    """Returns which types make which operands of which types.
+
+    Returns:
+      (int64[...], (reader's type * most + position) * types + maker's type, ascending; `most`).
+    """
+    num_types, compiled = len(graph.types), core()
+    most = int(np.diff(graph.operand_ptr).max(initial=0)) + 1
+    few = most * num_types**2 <= FEW_CODES  # sorting takes longer than counting these
+    if compiled is not None and few:
+        is_made = np.zeros(most * num_types**2, bool)
+        types = int32_arrays(graph.node_type, graph.results_per_type)
+        read = *int64_arrays(graph.operand_ptr), *int32_arrays(graph.operand)
+        compiled.mark_makers(most, (*types, *read, is_made))
+        return np.flatnonzero(is_made), most
+    inner = np.flatnonzero(graph.operand >= 0)
+    node = graph.operand_reader[inner]
+    reader = graph.node_type[node].astype(np.int64)
+    maker = graph.node_type[graph.value_node[graph.operand[inner]]]
+    codes = (reader * most + inner - graph.operand_ptr[node]) * num_types + maker
+    return np.flatnonzero(np.bincount(codes)) if few else np.unique(codes), most
+
+
 def _with_cuts(graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, ...]) -> Graph:
     """Returns a graph whose nodes of some types are two nodes, one after the other."""
+    compiled = core()
+    write = _cut_in_python if compiled is None else functools.partial(_cut_compiled, compiled)
+    node_type, operand_ptr, operand, outputs, node_ptr = write(graph, cuts, types)
+    ends = node_ptr, graph.input_ptr, graph.output_ptr
+    return Graph(types, node_type, operand_ptr, operand, graph.inputs, outputs, *ends)
+
+
+def _cut_compiled(
+    compiled: Any, graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, ...]
+) -> tuple[np.ndarray, ...]:
+    """Returns the arrays of such a graph."""
+    results = np.array([t.num_results for t in types], np.int32)
+    halves, counts = np.full((len(types), 2), -1, np.int32), np.zeros((len(types), 2), np.int64)
+    read: list[int] = []
+    num_nodes, num_operands = len(graph.node_type), len(graph.operand)
+    for t in sorted(cuts):
+        cut, count = cuts[t], int(graph.nodes_per_type[t])
+        halves[t], own = (cut.first, cut.second), (*cut.first_reads, *cut.second_reads)
+        counts[t] = len(cut.first_reads), len(cut.second_reads)
+        read += own
+        num_nodes += count
+        more = len(own) + int(results[cut.first]) - len(graph.types[t].operands)
+        num_operands += count * more
+    node_type, operand_ptr = np.empty(num_nodes, np.int32), np.empty(num_nodes + 1, np.int64)
+    operand, outputs = np.empty(num_operands, np.int32), np.empty(len(graph.outputs), np.int32)
+    written = node_type, operand_ptr, operand, outputs, np.empty(len(graph.node_ptr), np.int64)
+    nodes = *int32_arrays(graph.node_type), *int64_arrays(graph.operand_ptr)
+    rest = *int32_arrays(graph.operand, graph.outputs), *int64_arrays(graph.node_ptr)
+    positions = int64_arrays(pointers(counts.ravel()), np.array(read, np.int64))
+    compiled.split_nodes((*nodes, *rest, results, halves, *positions, *written))
+    return written
+
+
+def _cut_in_python(
+    graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, ...]
+) -> tuple[np.ndarray, ...]:
+    """Returns the same."""
     has_cut = np.zeros(len(types), bool)
     has_cut[list(cuts)] = True
     is_cut = has_cut[graph.node_type]
@@ -253,14 +309,5 @@ def _with_cuts(graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, .
             (second, np.hstack([read[of_node + np.array(cut.second_reads, int)], made])),
         ):
             operand[operand_ptr[at][:, None] + np.arange(columns.shape[1])] = columns
-    return Graph(
-        types,
-        node_type,
-        operand_ptr,
-        operand,
-        graph.inputs,
-        renumbered(graph.outputs, value),
-        graph.node_ptr + before[graph.node_ptr],
-        graph.input_ptr,
-        graph.output_ptr,
-    )
+    outputs = renumbered(graph.outputs, value)
+    return node_type, operand_ptr, operand, outputs, graph.node_ptr + before[graph.node_ptr]
