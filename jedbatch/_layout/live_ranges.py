@@ -54,7 +54,8 @@ def find_live_ranges(graph: Graph, schedule: Schedule, padded: np.ndarray) -> Li
     if compiled is not None:
         types = int32_arrays(graph.node_type, graph.results_per_type)
         read = *int64_arrays(graph.operand_ptr), *int32_arrays(graph.operand, graph.outputs)
-        compiled.last_reads((*types, *read, *int64_arrays(schedule.batch, block_ptr), last))
+        when = *int32_arrays(schedule.node), *int64_arrays(schedule.node_ptr, block_ptr)
+        compiled.last_reads((*types, *read, *when, last))
         return LiveRanges(batch, slot, padded[batch], last)
     value_last = last_reads(graph, schedule)
     for s in range(int(counts.max(initial=0))):

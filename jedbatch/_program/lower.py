@@ -63,7 +63,7 @@ class Rows:
             row,
             placed.graph.operand,
             {kind: row[np.maximum(values, -len(row))] for kind, values in outputs},
-            None if signature.shared_rows is None else _result_rows(placed, begin),
+            None if signature.shared_rows is None else result_rows(placed, begin),
         )
 
 
@@ -137,15 +137,19 @@ def write_operands(placed: Placement, rows: Rows, views: Sequence[np.ndarray]) -
         compiled.operand_rows(len(kernel.operands), (nodes, operand_ptr, operand, row, view))
 
 
-def _result_rows(placed: Placement, begin: np.ndarray) -> list[np.ndarray]:
-    """Returns int64[results, lanes] for each kernel: the row of each result of each lane."""
+def result_rows(placed: Placement, begin: np.ndarray) -> list[np.ndarray]:
+    """Returns int64[results, lanes] for each kernel: the row of each result of each lane.
+
+    Spaces `begin` at some rows of a program.
+    """
     layout = placed.layout
     rows_by_kernel = []
     for t, kernel in zip(placed.type_ids, placed.kernels, strict=True):
-        nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
-        batch, num_results = placed.schedule.batch[nodes], len(kernel.results)
+        batch, num_results = np.flatnonzero(placed.schedule.batch_type == t), len(kernel.results)
         first = begin[layout.space[t, :num_results]] + layout.block[batch, :num_results]
-        rows_by_kernel.append((first + (np.arange(len(nodes)) - layout.start[batch])[:, None]).T)
+        rows = (first - layout.start[batch][:, None]).T.repeat(layout.padded[batch], axis=1)
+        rows += np.arange(rows.shape[1])
+        rows_by_kernel.append(rows)
     return rows_by_kernel
 
 

@@ -246,9 +246,8 @@ class Placement:
     @functools.cached_property
     def trips(self) -> np.ndarray:
         """int64[K, W]: the chunks of each width of each kernel."""
-        trips = np.zeros((len(self.kernels), NUM_WIDTHS), np.int64)
-        np.add.at(trips, self._kind, self.layout.trips)
-        return trips
+        is_own = np.arange(len(self.kernels))[:, None] == self._kind
+        return is_own @ self.layout.trips.astype(np.int64)
 
     @functools.cached_property
     def cost(self) -> float:
@@ -280,7 +279,8 @@ class Placement:
                     own = trips[batches, : len(kernel.buckets.widths)]
                     trips[batches, : own.shape[1]] = kernel.buckets.narrowed(own, n)
             layout = replace(self.layout, trips=trips)
-            self._narrowed[widest] = replace(self, layout=layout)
+            found = self._narrowed[widest] = replace(self, layout=layout)
+            found.__dict__["widest"] = tuple(map(min, self.widest, widest))
         return self._narrowed[widest]
 
     @functools.cached_property

@@ -4,7 +4,7 @@ Each width of each kernel takes time to compile. A program without some of the w
 chunks as several narrower ones (`Placement.narrowed`), each of which has to be started.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -20,22 +20,21 @@ MAX_CUT_STARTS = 16  # starts of chunks of light lanes that it may cost more, in
 LATER_DEVIATIONS = 2.5  # between a batch and larger ones
 
 
-def cost(target: Target, kernels: Sequence[Kernel], trips: Iterable[np.ndarray]) -> float:
+def cost(target: Target, kernels: Sequence[Kernel], trips: np.ndarray) -> float:
     """Returns what chunks cost, in floating-point operations, with those of starting them.
 
     Args:
       target: what they run on.
       kernels: of the chunks.
-      trips: for each kernel int[widths], the chunks of each width.
+      trips: int[K, W], the chunks of each width of each kernel.
     """
-    total = 0.0
-    for kernel, of_kernel in zip(kernels, trips, strict=True):
-        lanes = kernel.buckets.lanes(of_kernel)
-        start = target.start_work(kernel.lane_work)
+    each = []
+    for kernel in kernels:
+        start, work = target.start_work(kernel.lane_work), kernel.lane_work
         if _has_one_chunk(kernel):
-            start = max(start, kernel.buckets.overhead * kernel.lane_work)
-        total += of_kernel.sum() * start + lanes * kernel.lane_work
-    return total
+            start = max(start, kernel.buckets.overhead * work)
+        each.append([start + width * work for width in kernel.buckets.columns])
+    return float((np.asarray(trips) * np.reshape(each, (-1, NUM_WIDTHS))).sum())
 
 
 def choose_widths(
@@ -88,7 +87,7 @@ def _spare(target: Target, kernels: Sequence[Kernel], trips: np.ndarray, most: f
             buckets, cut = kernels[k].buckets, trips[k].copy()
             own = cut[: len(buckets.widths)]
             own[:] = buckets.narrowed(own, widest[k] - 1)
-            costs = [cost(target, [kernels[k]], [x]) for x in (trips[k], cut)]
+            costs = [cost(target, [kernels[k]], x[None]) for x in (trips[k], cut)]
             candidates[k] = costs[1] - costs[0], cut
 
     for k in range(len(kernels)):

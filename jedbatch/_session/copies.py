@@ -34,7 +34,7 @@ from jedbatch._jaxpr.storage import Kind
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._layout.node_order import ORDERS
 from jedbatch._program.host_arrays import assemble
-from jedbatch._program.lower import Lowered, lower, narrowed, space_begins, value_rows
+from jedbatch._program.lower import Lowered, lower, narrowed, result_rows, space_begins, value_rows
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Host, Plan, Static
 from jedbatch._program.signature import Signature
@@ -331,14 +331,9 @@ def head_of(placed: Placement, signature: Signature) -> np.ndarray | None:
     form.view(table, "num_instructions")[0] = len(instructions)
     form.view(table, "instructions")[: len(instructions)] = instructions
     if signature.shared_rows is not None:
-        begin, layout = space_begins(placed, signature), placed.layout
-        for t, k, own in zip(placed.type_ids, place.tolist(), placed.kernels, strict=True):
-            batch = np.flatnonzero(placed.schedule.batch_type == t)
-            num_results, lanes = len(own.results), layout.padded[batch]
-            first = begin[layout.space[t, :num_results]] + layout.block[batch, :num_results]
-            rows = (first - layout.start[batch][:, None]).repeat(lanes, axis=0)
-            rows += np.arange(len(rows))[:, None]
-            form.view(table, "results", k)[:, : len(rows)] = rows.T
+        all_rows = result_rows(placed, space_begins(placed, signature))
+        for k, rows in zip(place.tolist(), all_rows, strict=True):
+            form.view(table, "results", k)[:, : rows.shape[1]] = rows
     return table
 
 

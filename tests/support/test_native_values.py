@@ -190,10 +190,10 @@ def test_arrays_of_values_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match="do not fit"):
             split(**wrong)
 
-    def reads(operand=0, output=-1, batch=(0, 1), block_ptr=(0, 1, 2), results=1):
+    def reads(operand=0, output=-1, node=(0, 1), ptr=(0, 1, 2), block_ptr=(0, 1, 2), results=1):
         nodes = i32(0, 0), i32(results), i64(0, 0, 1), i32(operand), i32(output)
         last = np.zeros(2, np.int64)
-        core.last_reads((*nodes, i64(*batch), i64(*block_ptr), last))
+        core.last_reads((*nodes, i32(*node), i64(*ptr), i64(*block_ptr), last))
         return last.tolist()
 
     assert reads() == [1, 1]
@@ -201,9 +201,10 @@ def test_arrays_of_values_that_do_not_fit_are_refused():
     for wrong in (
         {"operand": 1},
         {"output": 2},
-        {"batch": (0, 2)},
-        {"batch": (0, -1)},
-        {"batch": (0,)},
+        {"node": (0, 2)},
+        {"node": (0,)},
+        {"ptr": (0, 1)},
+        {"ptr": (0, 1, 3)},
         {"block_ptr": (0, 1, 3)},
         {"results": 2},
         {"results": -1},

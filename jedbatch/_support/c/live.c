@@ -13,41 +13,48 @@ do_not_fit(void)
     return NULL;
 }
 
-/* last_reads((type of nodes, results of types, operand_ptr, operands, outputs, batch of nodes,
+/* last_reads((type of nodes, results of types, operand_ptr, operands, outputs, node, node_ptr,
  * block_ptr, last)): writes the last batch that reads each block; its own if there is none, and the
  * number of batches if an output is in it. Result s of a batch is block s of its row. */
 PyObject *
 last_reads(PyObject *module, PyObject *given)
 {
     (void)module;
-    static const int sizes[8] = {4, 4, 8, 4, 4, 8, 8, -8};
+    static const int sizes[9] = {4, 4, 8, 4, 4, 4, 8, 8, -8};
     Buffers buffers = {0};
-    void *data[8];
-    Py_ssize_t lengths[8];
-    if (get_buffers(&buffers, given, 8, sizes, data, lengths) < 0)
+    void *data[9];
+    Py_ssize_t lengths[9];
+    if (get_buffers(&buffers, given, 9, sizes, data, lengths) < 0)
         return NULL;
     const int32_t *node_type = data[0], *num_results = data[1], *operand = data[3];
-    const int32_t *output = data[4];
-    const int64_t *operand_ptr = data[2], *batch = data[5], *block_ptr = data[6];
-    int64_t *last = data[7], num_values = 0, made = 0;
+    const int32_t *output = data[4], *node = data[5];
+    const int64_t *operand_ptr = data[2], *node_ptr = data[6], *block_ptr = data[7];
+    int64_t *last = data[8], num_values = 0, made = 0;
     Py_ssize_t num_nodes = lengths[0], num_batches = lengths[6] - 1;
-    int32_t *block = NULL; /* of each value */
+    int32_t *batch = NULL, *block = NULL; /* of each node, and of each value */
     int fits = lengths[2] == num_nodes + 1 &&
                are_pointers(operand_ptr, num_nodes + 1, lengths[3]) &&
                are_below(node_type, num_nodes, lengths[1]) && lengths[5] == num_nodes &&
-               num_batches >= 0 && are_pointers(block_ptr, num_batches + 1, lengths[7]);
+               are_below(node, num_nodes, num_nodes) &&
+               are_pointers(node_ptr, num_batches + 1, num_nodes) &&
+               lengths[7] == num_batches + 1 &&
+               are_pointers(block_ptr, num_batches + 1, lengths[8]);
     for (Py_ssize_t t = 0; fits && t < lengths[1]; t++)
         fits = num_results[t] >= 0;
     for (Py_ssize_t i = 0; fits && i < num_nodes; i++)
         num_values += num_results[node_type[i]];
-    if (fits && (block = malloc((num_values + 1) * sizeof(int32_t))) == NULL)
+    if (fits && (batch = calloc(num_nodes + num_values + 1, sizeof(int32_t))) == NULL)
         PyErr_NoMemory();
+    if (batch != NULL)
+        block = batch + num_nodes;
+    for (Py_ssize_t b = 0; block != NULL && b < num_batches; b++)
+        for (int64_t k = node_ptr[b]; k < node_ptr[b + 1]; k++)
+            batch[node[k]] = (int32_t)b;
     for (Py_ssize_t b = 0; block != NULL && b < num_batches; b++)
         for (int64_t k = block_ptr[b]; k < block_ptr[b + 1]; k++)
             last[k] = b;
     for (Py_ssize_t i = 0; fits && block != NULL && i < num_nodes; i++) {
         int64_t own = batch[i], count = num_results[node_type[i]];
-        fits = own >= 0 && own < num_batches;
         for (int64_t k = operand_ptr[i]; fits && k < operand_ptr[i + 1]; k++) {
             fits = operand[k] < made;
             if (fits && operand[k] >= 0 && last[block[operand[k]]] < own)
@@ -62,7 +69,7 @@ last_reads(PyObject *module, PyObject *given)
         if (fits && output[i] >= 0)
             last[block[output[i]]] = num_batches;
     }
-    free(block);
+    free(batch);
     release_buffers(&buffers);
     if (PyErr_Occurred())
         return NULL;
