@@ -16,7 +16,10 @@ from cases.helpers import (
 from flax import linen, nnx
 
 import jedbatch
+from jedbatch._graph.paths import pointers
 from jedbatch._record.granularity import call_sites
+from jedbatch._record.granularity.known import _first_keys
+from jedbatch._record.granularity.node_arrays import NodeArrays
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 
@@ -469,3 +472,21 @@ def test_twins_have_the_same_granularity():
     batched = jedbatch.batch(fn, granularity="auto")
     nodes = len(batched.plan(params, trees).graph.node_type)
     assert len(batched._twin().plan(params, trees).graph.node_type) == nodes
+
+
+def test_what_a_stretch_reads_first_against_one_node_after_the_other():
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        count, num_inputs = int(rng.integers(1, 30)), int(rng.integers(1, 9))
+        arity = np.where(rng.random(count) < 0.05, 60, rng.integers(6, size=count))
+        start, ptr = pointers(rng.integers(1, 3, count)), pointers(arity)
+        reader = np.arange(count).repeat(arity)
+        operand = rng.integers(-num_inputs, start[reader])
+        inputs, of_nodes = [0] * num_inputs, [np.zeros(count, int)] * 4
+        nodes = NodeArrays(*of_nodes, ptr, operand, start, inputs, inputs, [], [])
+        for n, key in enumerate(_first_keys(nodes)):
+            places: dict[int, int] = {}
+            own = operand[ptr[n] : ptr[n + 1]].tolist()
+            for value in own:
+                places.setdefault(value, len(places))
+            assert key == tuple(-1 - 2 * places[value] - (value < 0) for value in own)

@@ -8,12 +8,15 @@ minibatches of which the call sites are known. A stretch that is not known, or a
 another one than has been written into a block, is learned with call sites.
 """
 
+import functools
 import itertools
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jedbatch._record.granularity.node_arrays import NodeArrays
+
+MANY_OPERANDS = 48  # of a node, which are more than bits of a float
 
 
 class Stretch(NamedTuple):
@@ -73,22 +76,22 @@ class KnownStretches:
     def parse(self, nodes: NodeArrays) -> Parsed | None:
         """Returns nodes as known stretches, the longest first; None if there are others."""
         types, ptr, first = nodes.node_type.tolist(), nodes.ptr.tolist(), nodes.start.tolist()
-        operand, root = nodes.operand.tolist(), self._root
+        operand, root, keys = nodes.operand.tolist(), self._root, _first_keys(nodes)
         starts: list[int] = []
         parts: list[Any] = []
         outside: list[list[int]] = []
         for (begin, _, _), (end, _, _) in itertools.pairwise(nodes.ends):
             while begin < end:
-                origin = first[begin]
-                external: dict[int, int] = {}
                 place, n, found = root, begin, None
+                external: dict[int, int] = {}
                 while n < end and types[n] in place:
-                    of_type = place[types[n]]
-                    reads = relative(operand[ptr[n] : ptr[n + 1]], origin, external)
-                    key = tuple(reads)
-                    if key not in of_type:
+                    if n == begin + 1:  # not before: most stretches are single nodes
+                        relative(operand[ptr[begin] : ptr[n]], first[begin], external)
+                    reads = operand[ptr[n] : ptr[n + 1]]
+                    key = tuple(relative(reads, first[begin], external)) if n > begin else keys[n]
+                    if key not in place[types[n]]:
                         break
-                    place, n = of_type[key], n + 1
+                    place, n = place[types[n]][key], n + 1
                     if None in place:
                         found = n, place[None], len(external)
                 if found is None:
@@ -105,6 +108,27 @@ class KnownStretches:
                 outside.append(operand[base : ptr[n]] if is_single else list(external)[:num_read])
                 begin = n
         return Parsed([*starts, len(types)], parts, outside)
+
+
+def _first_keys(nodes: NodeArrays) -> list[tuple[int, ...]]:
+    """Returns what each node reads, as `relative` has it where a stretch begins with the node."""
+    ptr, reader, operand = nodes.ptr, nodes.reader, nodes.operand
+    arity, position = np.diff(ptr), np.arange(len(operand)) - ptr[reader]
+    marks = np.where(operand < 0, 2.0 ** np.minimum(position, MANY_OPERANDS), 0)
+    inputs = np.bincount(reader, marks, len(arity)).astype(np.int64)
+    keys = list(map(_key_of_different, arity.tolist(), inputs.tolist()))
+    span = len(nodes.maker) + len(nodes.input_group)
+    read = np.sort(reader * span + operand + len(nodes.input_group))
+    repeats = read[1:][read[1:] == read[:-1]] // max(span, 1)
+    for n in {*repeats.tolist(), *np.flatnonzero(arity > MANY_OPERANDS).tolist()}:
+        keys[n] = tuple(relative(operand[ptr[n] : ptr[n + 1]].tolist(), len(nodes.maker), {}))
+    return keys
+
+
+@functools.lru_cache(4096)
+def _key_of_different(arity: int, inputs: int) -> tuple[int, ...]:
+    """Returns what a node reads, different values, of which some are inputs, given as bits."""
+    return tuple([-1 - 2 * k - (inputs >> k & 1) for k in range(arity)])
 
 
 def relative(operands: list[int], origin: int, external: dict[int, int]) -> list[int]:
