@@ -80,7 +80,7 @@ class Adaptive:
         return learn(self._graphs, encoding="phase", episodes=EPISODES)
 
     def _present(self, graph: Graph) -> set[str]:
-        return {graph.labels[t] for types in graph.components for t in types}
+        return {graph.labels[t] for t in graph.present_types}
 
     def _is_new(self, graph: Graph, num_instances: int) -> bool:
         more = 4 * self._most <= num_instances and self._most < MAX_INSTANCES
