@@ -8,7 +8,6 @@ repeat a live one. How a batch is cut depends on its size alone, never on what w
 
 import functools
 import math
-import operator
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,6 +54,12 @@ class Buckets:
             trips[n] = trips[uncovered[best]]
             trips[n, best] += 1
         return trips
+
+    @functools.cached_property
+    def _cheapest_lanes(self) -> list[int]:
+        """The lanes of these chunks, padding included, for each number of units."""
+        lanes: list[int] = self.lanes(self._cheapest).tolist()
+        return lanes
 
     def cover(self, sizes: np.ndarray) -> np.ndarray:
         """int32[len(sizes), widths]: chunks of each width that a batch of each size takes."""
@@ -130,7 +135,9 @@ def blocks_of(lanes: int, blocks: Buckets) -> tuple[int, ...]:
 
 def in_blocks(lanes: int, blocks: Buckets) -> int:
     """Returns the lanes of the blocks that cover so many lanes."""
-    return sum(map(operator.mul, blocks_of(lanes, blocks), blocks.widths))
+    widest = blocks.widths[-1]
+    full = max(0, (lanes - widest) // widest) * widest
+    return full + blocks._cheapest_lanes[-(-(lanes - full) // blocks._unit)]
 
 
 FINE_BUCKETS = Buckets((2, 8, 24, 64, 256))

@@ -11,7 +11,7 @@ from cases.helpers import check, compilations, random_tree
 
 import jedbatch
 from jedbatch._jaxpr.divergent import FEWEST, lanes_at_a_time
-from jedbatch._layout.bucketing import Buckets
+from jedbatch._layout.bucketing import Buckets, in_blocks
 from jedbatch._program.instructions import InstructionSet
 from jedbatch.testing import check_against_loop
 
@@ -288,6 +288,13 @@ def test_blocks_of_weight_gradients():
     assert CPU.weight_blocks(10**5, 1000, rows=32).widths == (16,)
     for work in (10**5, 10**12):
         assert GPU.weight_blocks(work, 1000).widths == (512, 2048)
+
+
+@pytest.mark.parametrize("widths", [(1,), (16,), (64, 256), (6, 12, 36)])
+def test_lanes_in_blocks_are_those_of_the_blocks(widths):
+    blocks = Buckets(widths, overhead=3)
+    for lanes in range(6 * widths[-1]):
+        assert in_blocks(lanes, blocks) == blocks.cover(np.array([lanes]))[0] @ widths >= lanes
 
 
 def test_targets_that_do_not_exist():
