@@ -12,8 +12,8 @@ import pytest
 from cases.helpers import assert_close, check, loop, mostly_slow
 
 import jedbatch
+from jedbatch._control_flow.attempt import Attempt
 from jedbatch._control_flow.recorded import Beginning, Recorded
-from jedbatch._control_flow.rounds import Attempt
 from jedbatch._support import native
 
 pytestmark = pytest.mark.unoptimized

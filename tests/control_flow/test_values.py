@@ -12,7 +12,7 @@ from cases import values
 from cases.helpers import assert_close, check, loop, mostly_slow
 
 import jedbatch
-from jedbatch._control_flow.rounds import Attempt
+from jedbatch._control_flow.attempt import Attempt
 
 cell = jedbatch.cell
 TABLE = pytest.mark.parametrize("make", values.VALUES, ids=lambda f: f.__name__)
