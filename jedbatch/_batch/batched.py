@@ -66,7 +66,7 @@ from jedbatch._session.pipeline import (
     reverse_mode_only,
     run_plan,
 )
-from jedbatch._session.recording import Recording, arrays_of
+from jedbatch._session.recording import Recording, keys_and_arrays
 from jedbatch._session.round import Round, Rounds
 from jedbatch._session.session import Session, num_programs
 from jedbatch._support.caches import Memory
@@ -290,7 +290,7 @@ class Batched(Generic[*Given, Result]):
         on_host: bool = False,
     ) -> Any:
         """Runs the function where it decides on values; `on_host` as `_results_on_host` does."""
-        arrays = arrays_of(instances)
+        keys, arrays = keys_and_arrays(instances)
         call = Stepwise(
             self._fn,
             session,
@@ -299,6 +299,7 @@ class Batched(Generic[*Given, Result]):
             self._policy,
             functools.partial(self._results, stacked=False if on_host else None),
             on_host=on_host,
+            keys=keys if self._options.key is None else None,
         )
         with self._planning:
             reached, compiled = self._environment.look(), session.programs.compilations

@@ -7,16 +7,18 @@ import bisect
 import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
-from jax.tree_util import PyTreeDef
 
 from jedbatch._control_flow.ahead import Ahead, RanAhead
 from jedbatch._control_flow.depths import Depths
 from jedbatch._control_flow.fibers import Fibers
+from jedbatch._control_flow.following import Following
+from jedbatch._control_flow.known_paths import InstanceResult, Known
+from jedbatch._control_flow.path_log import PathLog
 from jedbatch._control_flow.steps import BEFORE, COUNTS, LAST, NOW, Steps
 from jedbatch._control_flow.workspace import Workspace
 from jedbatch._graph.paths import int64_of
@@ -36,15 +38,6 @@ from jedbatch._session.round import Round
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array, Leaf
 from jedbatch.errors import SymbolicValueError, UnfinishedLoopError
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class InstanceResult:
-    """The result of an instance; see `_graph.record`."""
-
-    structure: PyTreeDef
-    types: tuple[tuple, ...]
-    references: tuple[int, ...]
 
 
 class Attempt:
@@ -119,7 +112,8 @@ class Attempt:
         self._has_bound = session.programs.max_steps is not None
         self._tails: list[tuple[int, list[int]]] = []  # of turns since, by fibre
         parked = session.of_thread.__dict__.setdefault("greenlets", [])
-        self._fibers = Fibers(self._record, len(call.instances), parked)
+        self._log: PathLog | None = None  # of what is to be learned
+        self._fibers = Fibers(self._record, 0, parked)
 
     def turns(self) -> float:
         """Lets all instances record until they are done; returns when the last round began."""
@@ -127,6 +121,8 @@ class Attempt:
         self._shared = recorder.share()
         recorder.begin(None, ())
         try:
+            for i in self._follow():
+                fibers.add(functools.partial(self._record, i), i)
             while True:
                 begun = time.perf_counter()
                 fibers.turns(self._note_turn if self._ran else self.workspace.graph.note_turn)
@@ -136,6 +132,7 @@ class Attempt:
                 if self._ran is not None:
                     self._note_ahead(self._ran)
                 if not fibers.waiting:
+                    self._learn()
                     return begun
                 self._round(begun)
                 fibers.resume()
@@ -146,12 +143,46 @@ class Attempt:
         finally:
             self._shared = ()
 
+    @unguarded
+    def _follow(self) -> list[int]:
+        """Lets instances go on as far as their paths are known; returns those that are not done."""
+        everyone, keys = list(range(len(self._results))), self._call.keys
+        if keys is None or self._has_bound or not self._may_run_ahead:
+            return everyone
+        paths = self._session.paths
+        known = {i: x for i, key in enumerate(keys) if (x := paths.use(key)) is not None}
+        first = {i: x.first for i, x in known.items() if x.is_sure}
+        following = Following(self.workspace, first, self._note_followed)
+        with pause():
+            following.run()
+        for i in first:
+            known[i].note(done=i in following.results)
+        for i, result in following.results.items():
+            self._results[i] = result
+        others = [i for i in everyone if i not in following.results]
+        learned = {i: known[i] for i in others if i in known and known[i].learns}
+        self._log = PathLog(learned, self._steps) if learned else None
+        new = {keys[i]: Known() for i in others if i not in known}
+        paths.add((key, x) for key, x in new.items() if key is not None)
+        return others
+
+    def _learn(self) -> None:
+        """Keeps the paths of instances that were met before, for later calls."""
+        if self._log is not None:
+            known = self._log.learn(self.recorder, self._results, self._known_value)
+            by_key = {self._call.keys[i]: x for i, x in known.items()}
+            for x in by_key.values():
+                x.calls += 1
+            self._session.paths.add(by_key.items())
+
     def _record(self, instance: int) -> None:
         """Runs the function for one instance, in a fibre of its own."""
         recorder = self.recorder
         recording.recorder = recorder  # to gevent, what is kept per thread is kept per greenlet
         self._turn_to(None)
         self._steps.begin(self._fibers.fiber)
+        if self._log is not None:
+            self._log.begin(instance)
         with set_current_trace(recorder):
             recorder.turn_to(self._call.instances[instance])
             mapped = recorder.symbolic(self._call.instances[instance], self._arrays[instance])
@@ -163,6 +194,8 @@ class Attempt:
                 tuple(t for _, t in outputs_found),
             )
             self._results[instance] = InstanceResult(structure, types, references)
+            if self._log is not None:
+                self._log.end(instance, None)
 
     def _read(self, symbol: Symbol) -> np.ndarray:
         """The value of a symbol; the instance that asks waits until there is one."""
@@ -178,6 +211,8 @@ class Attempt:
                     self._turn_to(None)
                 elif self._has_bound:
                     self._count_wait(foreseen=True)
+                elif self._log is not None:
+                    self._log.end(self._fibers.current, key)
             if value is not None:
                 return value
         if recording.recorder is not recorder:
@@ -198,7 +233,9 @@ class Attempt:
                 "too, which go on meanwhile. Put the block around the call of the batched "
                 "function, or inside of a cell."
             )
-        known, key = self._known, symbol.index
+        known, key, log = self._known, symbol.index, self._log
+        if log is not None and (isinstance(symbol, Shared) or key < 0):
+            log.refuse(self._fibers.current)
         if isinstance(symbol, Shared):
             known = self._known_shared
             if key not in known:
@@ -214,9 +251,13 @@ class Attempt:
                 self._turn_to(None)
                 if fiber not in self._is_same:
                     self._is_same[fiber] = self._steps.follower(fiber)(key)
+                if log is not None:
+                    log.end(self._fibers.current, key)
                 self._fibers.wait(key)
                 recorder.turn_to(instance)
                 self._go_on(fiber)
+                if log is not None:
+                    log.begin(self._fibers.current)
         if key in known:
             return known[key]
         value = self._known_value(key)
@@ -244,7 +285,8 @@ class Attempt:
     def _turn_to(self, script: Any) -> None:
         """From now on values are those of a script, if there is one."""
         self._script = script
-        self.recorder.script = None if self._has_bound else script
+        asks_directly = not self._has_bound and self._log is None
+        self.recorder.script = script if asks_directly else None
 
     def _count_wait(self, foreseen: bool = False) -> None:
         """Raises `UnfinishedLoopError` if the instance that asks has waited too often.
@@ -285,6 +327,8 @@ class Attempt:
                 return part()
 
         fiber = self._fibers.fiber
+        if self._log is not None:
+            self._log.refuse(self._fibers.current)
         self._turn_to(None)
         try:
             return self._fibers.together([functools.partial(run, part) for part in parts])
@@ -376,6 +420,14 @@ class Attempt:
             like = like.and_ahead(num_ahead)
         seconds = time.perf_counter() - start
         self._call.rounds.append(replace(like, instances=instances, seconds=seconds))
+
+    def _note_followed(
+        self, layout: Layout, instances: int, start: float, ahead: int, foreseen: int, used: int
+    ) -> None:
+        """Notes what ran in a round of instances whose paths are known."""
+        self._note_round(layout, instances, start)
+        rounds = self._call.rounds
+        rounds[-1] = replace(rounds[-1], ahead=ahead, foreseen=foreseen, used=used)
 
     @unguarded
     def last(self, start: float) -> Any:

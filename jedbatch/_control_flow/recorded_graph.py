@@ -5,7 +5,6 @@ rows of values and inputs are all that the next round asks for, and they are kno
 of several rounds may be taken up together, with the lanes that they have got by then.
 """
 
-import collections
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -269,10 +268,18 @@ class RecordedGraph:
 
     def by_kind(self, values: np.ndarray) -> dict[Kind, np.ndarray]:
         """Values and inputs by the arena they are in."""
-        by_kind: dict[Kind, list[int]] = collections.defaultdict(list)
-        for value in values.tolist():
-            by_kind[self.kind(value)].append(value)
-        return {kind: np.array(numbers) for kind, numbers in by_kind.items()}
+        values = np.asarray(values, np.int64)
+        code, is_value = np.empty(len(values), np.int64), values >= 0
+        node = self.value_node.array[values[is_value]]
+        slot = values[is_value] - self.value_ptr.array[node]
+        code[is_value] = self.node_type.array[node] + slot * len(self.recorder.registry.types)
+        code[~is_value] = -1 - self.input_group.array[-1 - values[~is_value]]
+        _, first, like = np.unique(code, return_index=True, return_inverse=True)
+        kinds = [self.kind(value) for value in values[first].tolist()]
+        number = {kind: k for k, kind in enumerate(dict.fromkeys(kinds))}
+        of_each = np.array([number[kind] for kind in kinds], np.int64)[like]
+        found = [(kind, np.flatnonzero(of_each == k)) for kind, k in number.items()]
+        return {kind: values[x] for kind, x in sorted(found, key=lambda pair: pair[1][0])}
 
     def kind(self, value: int) -> Kind:
         """The kind of a value or an input."""

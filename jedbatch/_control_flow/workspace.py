@@ -67,6 +67,7 @@ class Workspace:
       state: arenas and what is saved for the reverse, on the device.
       signature: the program that they belong to.
       trial: runs the same on symbols, if plans are to be verified.
+      makes_room: whether programs have room for steps that run ahead.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class Workspace:
         self._rounds: list[tuple[np.ndarray, Placement]] = []
         self._given: dict[Kind, np.ndarray] = {}  # results that are inputs, by arena
         self.trial = RoundsTrial() if is_wanted() else None
+        self.makes_room = True
 
     # --- computing ---
 
@@ -307,11 +309,10 @@ class Workspace:
 
     def _check_loops(self) -> None:
         """Raises `UnfinishedLoopError` if a loop was stopped."""
-        signature = self.signature
+        signature, graph = self.signature, self.graph
         assert signature is not None
         if self.saving or not has_bounds(signature):
             return
-        graph = self.graph
         graph.take_up()  # which has not been done if the round was like one before
         node_type, lane = graph.node_type.array, graph.lane.array
         types = {self.programs.kernel(t): t for t in np.unique(node_type).tolist()}
@@ -447,7 +448,7 @@ class Workspace:
             most = sizes[t] if used else min(waiting[t], FIRST_GROWTH * len(self.arrays))
             widest[kernel] = num_widths(kernel.buckets, round_up(max(1, int(most))))
         outputs = {kind: len(values) for kind, values in wanted.items()}
-        outputs, num_instructions = room_ahead(outputs, int(chunks.sum()) + 1)
+        outputs, num_instructions = room_ahead(outputs, int(chunks.sum()) + 1, self.makes_room)
         need = Capacity(
             {
                 "lanes": lanes,
@@ -511,10 +512,9 @@ class Workspace:
 
     def _buffer(self, kind: Kind, room: int) -> np.ndarray:
         """All inputs of a kind so far, up to capacity."""
-        shape, dtype = kind
         rows = self._buffers.get(kind)
         if rows is None:
-            rows = self._buffers[kind] = np.zeros((room, *shape), dtype)
+            rows = self._buffers[kind] = np.zeros((room, *kind[0]), kind[1])
             self._filled[kind] = 0
         new_rows = self._inputs[kind][self._filled[kind] :]
         if new_rows:

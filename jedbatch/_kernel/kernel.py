@@ -104,6 +104,7 @@ class Kernel:
       blocks: the widths in which the gradients of its weights are computed.
       result_bytes: of the results of one lane.
       cotangent_bytes: of what the reverse of one lane sends back.
+      cares_for_values: whether it must not run on any values (see `cares_for_padding`).
       loose: for each operand, whether lanes whose results are not read may have any value for it:
         no index, and in no loop that might not end or call of Python.
     """
@@ -207,8 +208,8 @@ class Kernel:
             self.buckets = target.diverging
             # Wide ones: each branch of a block runs for its own lanes, however few these are.
             self.blocks = Buckets(target.diverging.widths[1:], target.diverging.overhead)
-        cares = any(map(cares_for_padding, self.body))
-        self.loose = tuple(not cares and differentiable(t) for t in self.operands)
+        self.cares_for_values = any(map(cares_for_padding, self.body))
+        self.loose = tuple(not self.cares_for_values and differentiable(t) for t in self.operands)
 
     def prologue(self, shared: Sequence[jax.Array]) -> list[Array]:
         """The consts, from the shared values it reads (`shared`); once per program."""

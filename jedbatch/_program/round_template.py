@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from jedbatch._graph.types import ValueType
-from jedbatch._jaxpr.interpret import cares_for_padding
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._layout.bucketing import NUM_WIDTHS, in_blocks
 from jedbatch._layout.layout import lanes_of
@@ -104,7 +103,7 @@ class RoundTemplate:
     @functools.cached_property
     def cares_for_values(self) -> bool:
         """Whether it must not run on values that no instance has (see `cares_for_padding`)."""
-        return any(cares_for_padding(eqn) for k in self.placed.kernels for eqn in k.body)
+        return any(kernel.cares_for_values for kernel in self.placed.kernels)
 
     @functools.cached_property
     def lanes(self) -> tuple[int, ...]:

@@ -47,12 +47,15 @@ def keyed(
         raise
 
 
-def arrays_of(instances: Sequence[tuple]) -> list[list[Any]]:
-    """Returns the arrays of each instance, given the mapped arguments of each."""
+def keys_and_arrays(
+    instances: Sequence[tuple],
+) -> tuple[Sequence[Hashable | None], list[list[Any]]]:
+    """Returns the keys of instances and their arrays, given the mapped arguments of each."""
     written = keys_with_arrays(_subjects(instances), _DTYPES)
     if written is not None:
-        return written[1]
-    return [keyed(i, instance)[1] for i, instance in enumerate(instances)]
+        return written
+    found = list(itertools.starmap(keyed, enumerate(instances)))
+    return [key for key, _ in found], [arrays for _, arrays in found]
 
 
 def _subjects(instances: Sequence[tuple]) -> list[Any]:

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
@@ -44,6 +45,8 @@ class Session:
       mapped_again: these, by what decides the record (see `mapped_key`).
       projections: cut nodes in two, in plans of values alone; None where no node is to be cut.
       refilled: programs for streams, by the structure of an instance and the size of minibatches.
+      paths: of functions that decide on values, what is known of instances (see
+        `_control_flow.known_paths`).
       of_thread: what each thread keeps for itself.
     """
 
@@ -65,6 +68,7 @@ class Session:
     refilled: dict[tuple[Structure, int], RefilledProgram] = field(
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
+    paths: Memory = field(default_factory=lambda: Memory(0))
     of_thread: threading.local = field(default_factory=threading.local)
 
     @classmethod
@@ -104,6 +108,8 @@ class Session:
         num_bytes = min(MINIBATCH_BYTES, options.cache_bytes // 4)
         limit = min(MAX_MINIBATCHES, options.cache_size) if num_bytes else 0
         session.arranged = Memory(limit, num_bytes, lambda _, arranged: arranged.nbytes)
+        most = options.cache_bytes // 4
+        session.paths = Memory(options.cache_size, most, _bytes_of_known)
         session.structures = Structures(options.cache_size, options.cache_bytes // 4)
         if options.granularity is None and target.projection_bytes:
             session.projections = Projections(registry, target.projection_bytes)
@@ -168,6 +174,10 @@ class Session:
         met = len(self.registry.node_types)
         self.new_in_a_row = self.new_in_a_row + 1 if met > self.num_types else 0
         self.num_types = met
+
+
+def _bytes_of_known(key: tuple[int, bytes | tuple], known: Any) -> int:
+    return known.nbytes + len(key[1]) * (1 if type(key[1]) is bytes else 64)
 
 
 def num_programs(sessions: Mapping[Hashable, Session]) -> int:

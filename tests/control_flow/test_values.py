@@ -289,7 +289,7 @@ def test_a_call_leaves_nothing_to_the_collector():
 
     instances = [{"start": np.full(3, s, np.float32)} for s in (0.1, 1, 2, 3)]
     batched = jedbatch.batch(fn)
-    for _ in range(3):  # the first ones trace and compile
+    for _ in range(5):  # the first ones trace and compile
         batched(W, instances)
     gc.collect()
     gc.disable()

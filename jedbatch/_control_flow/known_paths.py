@@ -1,0 +1,303 @@
+"""Known paths: what instances record between decisions, kept from call to call.
+
+A pure function does the same whenever instances differ in the contents of their arrays alone, as
+long as the values that it decides on are the same. So what it records is a tree of *stretches*: in
+each, it records something and asks for a value, and the answer says which stretch comes next.
+
+    record ─ a > 0? ─┬─ True  ─ record ─ b > 0? ─ ...
+                     └─ False ─ record ─ done
+
+What instances go through is kept once they were met before. When the same was recorded in two
+calls, others of their kind go through it without Python (see `_control_flow.following`). Answers
+are bools and ints; a function that reads anything else, such as `float(x)`, has no known paths, nor
+has one that decides on shared arguments.
+
+Values and inputs of a path are numbered in the order in which they are recorded, from 0.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.tree_util import PyTreeDef
+
+from jedbatch._control_flow.depths import MAX_STEPS, ROW_WORK
+from jedbatch._control_flow.scripts import same_number
+from jedbatch._jaxpr.storage import is_key
+from jedbatch._record.instance_arrays import array_type, is_array
+from jedbatch._session.program_cache import ProgramCache
+
+MAX_USES = 256  # of a guess, before they count half
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of guesses cut short: few are planned
+MIN_CALLS = 2  # in which the same was recorded, before Python runs no more
+MAX_LUCK = 16  # instances
+MAX_BYTES = 1 << 24  # of what is known of one key
+STRETCH_BYTES = 1 << 10  # of a stretch, roughly, besides its arrays
+
+
+class InstanceResult(NamedTuple):
+    """The result of an instance; see `_graph.record`."""
+
+    structure: PyTreeDef
+    types: tuple[tuple, ...]
+    references: tuple[int, ...]
+
+
+class Written(NamedTuple):
+    """What a stretch records.
+
+    Attributes:
+      calls: int64[N], the ids of call specs.
+      references: int64[R], what they read: values, and inputs as `-1 - i`.
+      groups: int64[I], of its inputs.
+      inputs: how these are read, or what they are.
+      num_values: how many results there are.
+    """
+
+    calls: np.ndarray
+    references: np.ndarray
+    groups: np.ndarray
+    inputs: Sequence[Any]
+    num_values: int
+
+    def like(self, other: "Written") -> bool:
+        """Returns whether another one records the same, numbers and arrays that it brings too."""
+        if self.num_values != other.num_values:
+            return False
+        columns = zip(self[:3], other[:3], strict=True)
+        same = all(np.array_equal(x, y) for x, y in columns)
+        return same and all(map(_same_input, self.inputs, other.inputs))
+
+
+def _same_input(x: Any, y: Any) -> bool:
+    if same_number(x, y):
+        return True
+    if type(x) is tuple:  # where in an array of the instance
+        return type(y) is tuple and x == y
+    is_known = is_array(x) and is_array(y) and array_type(x) == array_type(y)
+    return is_known and not is_key(x.dtype) and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+@dataclass(eq=False, slots=True)
+class Stretch:
+    """What an instance records between two decisions.
+
+    Attributes:
+      begin: the numbers of its first value and its first input.
+      written: what it records.
+      asked: the value that is asked for at its end; None at the end of the function.
+      result: what the function returns there.
+      after: the next stretch, by answer.
+      likely: the answer that is expected.
+      guess: what is expected from here on, if that was asked for.
+    """
+
+    begin: tuple[int, int]
+    written: Written
+    asked: int | None
+    result: InstanceResult | None = None
+    after: "dict[int, Stretch]" = field(default_factory=dict)
+    likely: int = 0
+    guess: "Guess | None" = None
+
+    def like(self, other: "Stretch") -> bool:
+        """Returns whether another one is the same, as it is for a pure function."""
+        mine, others = ((x.begin, x.asked, x.result) for x in (self, other))
+        return mine == others and self.written.like(other.written)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes, roughly."""
+        arrays = *self.written[:3], *self.written.inputs
+        return STRETCH_BYTES + sum(getattr(x, "nbytes", 0) for x in arrays)
+
+
+class Guess:
+    """The stretches that are likely to come, one after the other.
+
+    Attributes:
+      path: the stretches.
+      answers: that are expected where they ask; the last may have none.
+      stops: how many instances went on to each of them, and no further.
+    """
+
+    def __init__(self, first: Stretch, programs: ProgramCache):
+        """Makes a guess.
+
+        Args:
+          first: the stretch that certainly comes.
+          programs: say what must not run for nothing, and how much work there is.
+        """
+        self.path = [first]
+        self.answers: list[int] = []
+        self._work = [0.0]
+        while len(self.path) < MAX_STEPS and self.path[-1].after:
+            stretch = self.path[-1]
+            following = stretch.after[stretch.likely]
+            kernels = list(_kernels(following, programs))
+            if any(kernel.cares_for_values for kernel in kernels):
+                break
+            self.answers.append(stretch.likely)
+            self.path.append(following)
+            self._work.append(sum(kernel.lane_work + ROW_WORK for kernel in kernels))
+        self.stops = [0] * len(self.path)
+        self._blocks: dict[int, Block] = {}
+
+    def block(self, size: int) -> "Block":
+        """Returns the first stretches, put together."""
+        found = self._blocks.get(size)
+        if found is None:
+            found = self._blocks[size] = Block.of(self.path[:size], self.answers)
+        return found
+
+    def size_worth(self, instances: int, most_work: float) -> int:
+        """Returns how many stretches are worth running, as far as is known.
+
+        What is expected to run for nothing is at most half of what runs ahead, and costs at most
+        some work.
+
+        Args:
+          instances: that go on from here.
+          most_work: floating-point operations.
+        """
+        uses = sum(self.stops)
+        if not uses or self.stops[-1] == uses:
+            return len(self.path)
+        stops = np.array(self.stops)
+        reached = stops[::-1].cumsum()[::-1][1:] / uses
+        used, wasted = reached.cumsum(), (1 - reached).cumsum()
+        work = instances * (np.array(self._work[1:]) * (1 - reached)).cumsum()
+        worth = 1 + int(((wasted <= used) & (work <= most_work)).sum())
+        return max(size for size in SIZES if size <= worth)
+
+    def note(self, place: int, answer: int | None) -> None:
+        """Notes that an instance went on as expected up to a place in the path.
+
+        Args:
+          place: of the last stretch that it is known to have come to.
+          answer: there, if it was another than expected; None if it ended, or nothing is known.
+        """
+        self.stops[place] += 1
+        if answer is not None and self.stops[place] > sum(self.stops[place + 1 :]):
+            stretch = self.path[place]
+            stretch.likely = answer if answer in stretch.after else stretch.likely
+            self.path[0].guess = None  # which is to be made anew
+        elif sum(self.stops) > MAX_USES:
+            self.stops = [n // 2 for n in self.stops]
+
+
+class Block(NamedTuple):
+    """Stretches, one after the other, as they are recorded together.
+
+    Attributes:
+      path: the stretches.
+      answers: that are expected of all that ask but the last.
+      written: all that they record, references as they are numbered in the path.
+      new: int64[R], 1 where values of the block are read.
+      new_inputs: int64[R], 1 where inputs of the block are read.
+      relative: references counted from the first value and input of the block.
+      older: what else is read, once each.
+      older_at: where in the references that is, and which of them it is.
+      asked: values that are asked for, as they are numbered in the path.
+    """
+
+    path: Sequence[Stretch]
+    answers: list[int]
+    written: Written
+    new: np.ndarray
+    new_inputs: np.ndarray
+    relative: np.ndarray
+    older: list[int]
+    older_at: tuple[np.ndarray, np.ndarray]
+    asked: list[int]
+
+    @staticmethod
+    def of(path: Sequence[Stretch], answers: list[int]) -> "Block":
+        """Puts stretches together."""
+        parts = [stretch.written for stretch in path]
+        calls, references, groups = (np.concatenate([p[k] for p in parts]) for k in range(3))
+        inputs = [x for p in parts for x in p.inputs]
+        written = Written(calls, references, groups, inputs, sum(p.num_values for p in parts))
+        value, number = path[0].begin
+        is_new, is_new_input = references >= value, references < -number
+        at = np.flatnonzero(~is_new & ~is_new_input)
+        older, which = np.unique(references[at], return_inverse=True)
+        relative = references + np.where(is_new, -value, number)
+        return Block(
+            path,
+            answers[: len(path) - 1],
+            written,
+            is_new.astype(np.int64),
+            is_new_input.astype(np.int64),
+            relative,
+            older.tolist(),
+            (at, which),
+            [x.asked for x in path if x.asked is not None],
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Known:
+    """What is known of instances of one key.
+
+    Attributes:
+      first: the stretch that they begin with; None if nothing was learned.
+      calls: in how many calls it was learned: what did the same in several is taken to be pure.
+      learns: whether it is any use to learn more.
+      luck: how many instances were done along known paths, less others, within bounds.
+      nbytes: of the stretches, roughly.
+    """
+
+    first: Stretch | None = None
+    calls: int = 0
+    learns: bool = True
+    luck: int = 0
+    nbytes: int = STRETCH_BYTES
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether instances may be taken to do what is known."""
+        return self.first is not None and self.calls >= MIN_CALLS
+
+    def note(self, done: bool) -> None:
+        """Notes whether an instance was done along known paths; forgets all if few ever are."""
+        self.luck = min(self.luck + 1, MAX_LUCK) if done else self.luck - 1
+        if self.luck < -MAX_LUCK:
+            self.forget()
+
+    def forget(self) -> None:
+        """Forgets all, and learns no more."""
+        self.first, self.learns, self.nbytes = None, False, STRETCH_BYTES
+
+    def learn(self, path: Sequence[Stretch], answers: Sequence[int]) -> None:
+        """Adds a path; forgets all if the function did something else before.
+
+        Args:
+          path: the stretches from the first one to the end.
+          answers: of all but the last.
+        """
+        known = None
+        for k, stretch in enumerate(path):
+            before, known = known, self.first if known is None else known.after.get(answers[k - 1])
+            if known is None:
+                known = stretch
+                self.nbytes += stretch.nbytes
+                if before is None:
+                    self.first = known
+                else:
+                    if not before.after:
+                        before.likely = answers[k - 1]
+                    before.after[answers[k - 1]] = known
+            elif not known.like(stretch):
+                self.forget()
+                return
+        if self.nbytes > MAX_BYTES:
+            self.forget()
+
+
+def _kernels(stretch: Stretch, programs: ProgramCache) -> Iterator[Any]:
+    """Yields the kernels of the calls of a stretch."""
+    registry = programs.registry
+    for spec in stretch.written.calls.tolist():
+        yield programs.kernel(registry.call_specs[spec].node_type)

@@ -1,0 +1,284 @@
+"""Instances that go along paths known from earlier calls, against the plain loop."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, loop
+
+import jedbatch
+from jedbatch._control_flow import known_paths
+from jedbatch._control_flow.known_paths import Known, Stretch, Written
+from jedbatch._support import native
+
+pytestmark = pytest.mark.unoptimized
+
+cell = jedbatch.cell
+W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) / 3, jnp.float32)
+SCALE = 1.0  # of `scaled`
+
+
+@pytest.fixture(params=["1", "0"], ids=["compiled", "in Python"])
+def either_core(request, monkeypatch):
+    monkeypatch.setenv(native.SWITCH, request.param)
+
+
+@cell
+def shrink(w, h, by):
+    h = jnp.tanh(w @ h) * by
+    return h, jnp.abs(h).sum() < 0.05
+
+
+@cell
+def classify(w, h):
+    h = jnp.tanh(w @ h)
+    return h, jnp.argmax(h), h.sum() > 0
+
+
+def settle(w, instance):
+    h, steps = instance["start"], 0
+    done = False
+    while not done and steps < 9:
+        h, done = shrink(w, h, instance["by"])
+        steps += 1
+    return {"h": h, "steps": steps, "by": instance["by"]}
+
+
+def two_answers(w, instance):
+    """Both values that are asked for are recorded before the first decision."""
+    h, place, is_positive = classify(w, instance["start"])
+    total = h.sum()
+    if is_positive and int(place) < 2:
+        return h, total
+    if int(place) == 0:
+        return -h, total
+    return h * 2, total + 1
+
+
+def operations(w, instance):
+    x = instance["start"] / 4
+    while jnp.abs(x).max() > 0.05:  # NaN is not
+        x = 0.6 * (w @ x) if x[0] > 0 else x / 2
+    return x
+
+
+def ints(w, instance):
+    h, found = instance["start"], []
+    for _ in range(3):
+        h, place, _ = classify(w, h)
+        found.append(int(place))
+        h = h + found[-1]
+    return h, sum(found)
+
+
+def instances_of(seed, count=5):
+    rng = np.random.default_rng(seed)
+    found = [{"start": rng.normal(size=3).astype(np.float32), "by": 0.7} for _ in range(count)]
+    return [*found, {"start": np.full(3, 0.3, np.float32), "by": 0.5}]
+
+
+def counted(fn):
+    """The function, and a list of the arguments that Python ran it with."""
+    ran = []
+
+    def run(*args):
+        ran.append(args)
+        return fn(*args)
+
+    return run, ran
+
+
+def called(batched, w, minibatch, times):
+    for _ in range(times):
+        results = batched(w, minibatch)
+    return results
+
+
+@pytest.mark.parametrize("fn", [settle, two_answers, operations, ints], ids=lambda f: f.__name__)
+def test_other_arrays(fn, either_core):
+    """What differs in arrays alone goes along what others did, and leaves it where it must."""
+    batched = jedbatch.batch(fn)
+    for seed in range(7):
+        minibatch = instances_of(seed)
+        assert_close(batched(W, minibatch), loop(fn, W, minibatch), 1e-5)
+
+
+def test_nan():
+    batched = jedbatch.batch(operations)
+    known = [{"start": np.full(3, s, np.float32)} for s in (1, 2, 3)]
+    called(batched, W, known, 4)
+    known[1] = {"start": np.full(3, np.nan, np.float32)}
+    assert_close(batched(W, known), loop(operations, W, known), 1e-5)
+
+
+def test_python_does_not_run():
+    """Neither for the same instances, nor for others that do what these did; one round is left."""
+    fn, ran = counted(settle)
+    batched = jedbatch.batch(fn)
+    same = [{"start": np.full(3, s, np.float32), "by": 0.7} for s in (0.1, 1, 2, 3)]
+    called(batched, W, same, 4)
+    ran.clear()
+    compilations = batched.compilations
+    assert_close(batched(W, same), loop(settle, W, same), 1e-5)
+    other = [{"start": x["start"] * 1.01, "by": 0.7} for x in same]
+    assert_close(batched(W, other), loop(settle, W, other), 1e-5)
+    assert not ran
+    assert batched.compilations == compilations
+
+
+def test_an_exact_guess_is_one_round(planned):
+    """Each of them has a key of its own, and goes exactly as far as it did before."""
+    batched = jedbatch.batch(settle)
+    minibatch = [{"start": np.ones(3, np.float32), "by": by} for by in (0.3, 0.5, 0.9, 0.95)]
+    called(batched, W, minibatch, 4)
+    planned.clear()
+    results = batched(W, minibatch)
+    first, last = batched.last_rounds
+    assert (first.instances, first.nodes, last.nodes) == (4, int(results["steps"].sum()), 0)
+    assert first.used == first.foreseen == first.nodes - 4
+    assert not planned
+
+
+def test_one_that_leaves():
+    """Python runs for it alone, and afterwards it is known."""
+    fn, ran = counted(settle)
+    batched = jedbatch.batch(fn)
+    known = [{"start": np.full(3, s, np.float32), "by": 0.7} for s in (1, 1.1, 1.2)]
+    called(batched, W, known, 4)
+    known[1] = {"start": np.full(3, 1e-3, np.float32), "by": 0.7}
+    for runs in (1, 0):
+        ran.clear()
+        assert_close(batched(W, known), loop(settle, W, known), 1e-5)
+        assert len(ran) == runs
+
+
+def test_errors_name_the_instance():
+    def fn(w, instance):
+        h, done = shrink(w, instance["start"], 1.0)
+        if done:
+            raise ValueError("too small")
+        return h
+
+    batched = jedbatch.batch(fn)
+    minibatch = [{"start": np.ones(3, np.float32)} for _ in range(4)]
+    called(batched, W, minibatch, 4)
+    minibatch[2] = {"start": np.zeros(3, np.float32)}
+    with pytest.raises(ValueError, match="too small") as caught:
+        batched(W, minibatch)
+    assert "in instance 2" in "".join(caught.value.__notes__)
+
+
+def test_what_is_read_besides(monkeypatch):
+    def fn(w, instance):
+        h, done = shrink(w, instance["start"], SCALE)
+        return (h if done else h * SCALE), SCALE
+
+    batched = jedbatch.batch(fn)
+    minibatch = instances_of(0)
+    called(batched, W, minibatch, 4)
+    for scale in (2.0, 1.0):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        assert_close(batched(W, minibatch), loop(fn, W, minibatch), 1e-5)
+
+
+def test_what_varies_from_call_to_call():
+    """A function that is not pure is run by Python every time."""
+    numbers = itertools.count()
+
+    def fn(w, instance):
+        h, done = shrink(w, instance["start"], 1.0)
+        return -h if done else h, next(numbers)
+
+    batched, latest = jedbatch.batch(fn), -1
+    for _ in range(6):
+        found = batched(W, [{"start": np.ones(3, np.float32)}])[1].tolist()
+        assert found[0] > latest
+        latest = found[0]
+
+
+def floats(w, instance):
+    """A number that Python made of a value is data."""
+    h, _ = shrink(w, instance["start"], 1.0)
+    return h * float(h[0])
+
+
+def on_shared(w, instance):
+    h, done = shrink(w, instance["start"], 1.0)
+    return h if w[0, 0] > 0 and not done else -h
+
+
+@pytest.mark.parametrize("fn", [floats, on_shared])
+def test_what_has_no_paths(fn):
+    batched = jedbatch.batch(fn)
+    for seed in range(5):
+        minibatch, w = instances_of(seed), W if seed % 2 else -W
+        assert_close(batched(w, minibatch), loop(fn, w, minibatch), 1e-5)
+
+
+def test_gradients():
+    batched, minibatch = jedbatch.batch(settle), instances_of(1)
+    called(batched, W, minibatch, 4)
+    found = jax.grad(lambda w: (batched(w, minibatch)["h"] ** 2).sum())(W)
+    expected = jax.grad(lambda w: (loop(settle, w, minibatch)["h"] ** 2).sum())(W)
+    assert_close(found, expected, 1e-4)
+
+
+def test_what_must_not_run_on_other_values():
+    """A loop on the device might not end on them: there is a round for every decision."""
+
+    @cell
+    def halve(h):
+        h = jax.lax.while_loop(lambda h: h.max() > 1, lambda h: h / 2, h) * 1.5
+        return h, h.sum() < 3.2
+
+    def fn(w, instance):
+        h, done, steps = instance["start"], False, 0
+        while not done and steps < 4:
+            (h, done), steps = halve(h), steps + 1
+        return h, steps
+
+    batched, minibatch = jedbatch.batch(fn), instances_of(2)
+    called(batched, W, minibatch, 4)
+    assert_close(batched(W, minibatch), loop(fn, W, minibatch), 1e-5)
+    assert not any(r.ahead for r in batched.last_rounds)
+
+
+def test_with_debug_nans():
+    batched, minibatch = jedbatch.batch(settle), instances_of(3)
+    called(batched, W, minibatch, 4)
+    with jax.debug_nans(True):
+        assert_close(batched(W, minibatch), loop(settle, W, minibatch), 1e-5)
+    assert not any(r.ahead for r in batched.last_rounds)
+
+
+def test_what_is_kept_is_bounded(monkeypatch):
+    fn, ran = counted(settle)
+    minibatch = [{"start": np.ones(3, np.float32), "by": by} for by in (0.3, 0.5, 0.9)]
+    batched = jedbatch.batch(fn, cache_size=2)  # instances
+    called(batched, W, minibatch, 4)
+    ran.clear()
+    assert_close(batched(W, minibatch), loop(settle, W, minibatch), 1e-5)
+    assert ran
+    monkeypatch.setattr(known_paths, "MAX_BYTES", 1)
+    batched = jedbatch.batch(fn)
+    called(batched, W, minibatch, 4)
+    ran.clear()
+    assert_close(batched(W, minibatch), loop(settle, W, minibatch), 1e-5)
+    assert len(ran) == 3
+
+
+def test_paths_that_do_not_come_again_are_forgotten():
+    """Otherwise what ran along them would be for nothing in every call."""
+    nothing = np.zeros(0, np.int64)
+    stretch = Stretch((0, 0), Written(nothing, nothing, nothing, [], 0), None)
+    known = Known(stretch, calls=known_paths.MIN_CALLS)
+    for _ in range(known_paths.MAX_LUCK):
+        known.note(done=True)
+        known.note(done=False)
+    assert known.is_sure
+    for _ in range(2 * known_paths.MAX_LUCK + 1):
+        known.note(done=False)
+    assert not known.is_sure
+    assert not known.learns
