@@ -120,7 +120,7 @@ def batch(
     for shapes (`jnp.arange(n)`) and as a number in computations (`x.sum(0) / n`), but which Python
     cannot decide on: a function that does is run for each length by itself, and so is one that does
     to such arrays what is not known to work for several lengths; the plan says why. Of no rows, a
-    sum is 0, a softmax empty, and a mean or a maximum a `ValueError` that names the instance.
+    sum is 0, a softmax empty, a mean NaN, and a maximum a `ValueError` that names the instance.
     Where instances do the same to such arrays, all rows run before the other nodes; where each does
     it in a way of its own, as a recursion over trees does, nodes run on tiles of a fixed number of
     rows, if they treat rows alike or reduce them.

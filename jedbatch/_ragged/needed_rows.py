@@ -1,8 +1,8 @@
 """The rows that operations need, which instances of any length may not have.
 
-A mean, a maximum or a row by index is of one row at least, the largest five of five. With a symbol
-for the length JAX supposes that there are enough, so what operations need is noted here, and
-compared with the lengths of every instance before anything runs.
+A maximum or a row by index is of one row at least, the largest five of five. With a symbol for the
+length JAX supposes that there are enough, so what operations need is noted here, and compared with
+the lengths of every instance before anything runs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.interpret import inner_programs, reads
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
 from jedbatch._jaxpr.versions import Equation
-from jedbatch._ragged.axis_rules import mixed_axes
+from jedbatch._ragged.axis_rules import SCATTERS, mixed_axes
 from jedbatch._ragged.indexing import find_indexing
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._support.types import Array, AxisSize
@@ -30,9 +30,8 @@ EXTREMES = {
 def nonempty_extents(equations: Sequence[Equation]) -> list[tuple[Any, str]]:
     """Returns extents that must not be 0, each with what is taken of so many rows.
 
-    Divisors, as in a mean; and maxima that do not start from a number, as that of a softmax does.
+    Maxima that do not start from a number, as that of a softmax does. A mean is NaN, as in JAX.
     """
-    extent: dict[Var, Any] = {}
     readers: dict[Var, list[Any]] = {}
     for eqn in equations:
         for v in reads(eqn):
@@ -40,13 +39,7 @@ def nonempty_extents(equations: Sequence[Equation]) -> list[tuple[Any, str]]:
     extents = []
     for eqn in equations:
         name, (out, *_) = eqn.primitive.name, eqn.outvars
-        if name == "dim_as_value":
-            extent[out] = eqn.params["dim"]
-        elif name in ("convert_element_type", "copy", "broadcast_in_dim", "reshape"):
-            extent.update((out, extent[v]) for v in reads(eqn) if v in extent)
-        elif name == "div" and isinstance(eqn.invars[1], Var) and eqn.invars[1] in extent:
-            extents.append((extent[eqn.invars[1]], "a mean"))
-        elif name in EXTREMES and not _starts(readers.get(out, ())):
+        if name in EXTREMES and not _starts(readers.get(out, ())):
             extents += [(eqn.invars[i].aval.shape[a], EXTREMES[name]) for i, a in mixed_axes(eqn)]
         elif name == "conv_general_dilated":
             extents += [(d, "a transposed convolution") for d in _dilated(eqn)]
@@ -68,8 +61,7 @@ def nothing_error(
     return ValueError(
         f"instance {instance} has an array of length 0{''.join(empty[:1])}, and the function takes "
         f"{operation} of {extent} rows; expected at least one. Leave such instances out, "
-        "or write what there is instead: `x.sum(0) / jnp.maximum(x.shape[0], 1)`, "
-        "`x.max(0, initial=0.0)`."
+        "or write what there is instead, such as `x.max(0, initial=0.0)`."
     )
 
 
@@ -93,6 +85,19 @@ def taken(equations: Sequence[Equation]) -> Iterator[tuple[Any, Any]]:
             yield from ((eqn.invars[i].aval.shape[a], eqn.params["k"]) for i, a in mixed_axes(eqn))
 
 
+def divisors(equations: Sequence[Equation]) -> Iterator[AxisSize]:
+    """Yields extents that are divided by: of `n - 1` less than no rows, `jnp.cov` has no value."""
+    extent: dict[Any, Any] = {}
+    for eqn in equations:
+        name, (out, *_) = eqn.primitive.name, eqn.outvars
+        if name == "dim_as_value":
+            extent[out] = eqn.params["dim"]
+        elif name in ("convert_element_type", "copy", "broadcast_in_dim", "reshape"):
+            extent.update((out, extent[v]) for v in reads(eqn) if v in extent)
+        elif name == "div" and isinstance(eqn.invars[1], Var) and eqn.invars[1] in extent:
+            yield extent[eqn.invars[1]]
+
+
 def windows(equations: Sequence[Equation], inside: bool = False) -> Iterator[tuple[AxisSize, int]]:
     """Yields (extent, how many rows) of parts of known sizes; `inside` of loops and branches."""
     for eqn in equations:
@@ -105,6 +110,9 @@ def windows(equations: Sequence[Equation], inside: bool = False) -> Iterator[tup
             sizes = params["slice_sizes"]
             if not inside and find_indexing(eqn) is not None:  # see `looked_up`
                 single = params["dimension_numbers"].collapsed_slice_dims
+        elif name in SCATTERS and eqn.invars[1].aval.ndim == 1:
+            named = params["dimension_numbers"].scatter_dims_to_operand_dims
+            sizes = [int(a in named) for a in range(eqn.invars[0].aval.ndim)]
         elif name == "dynamic_slice":
             sizes = params["slice_sizes"]
         elif name == "slice":

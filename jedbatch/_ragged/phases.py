@@ -66,7 +66,7 @@ from jedbatch._ragged.axis_rules import (
     mixed_axes,
 )
 from jedbatch._ragged.indexing import find_indexing
-from jedbatch._ragged.needed_rows import looked_up, nonempty_extents, taken, windows
+from jedbatch._ragged.needed_rows import divisors, looked_up, nonempty_extents, taken, windows
 from jedbatch._support.types import AxisSize
 
 BY_INDEX = "by index"  # a kind of phase
@@ -201,11 +201,13 @@ class PhasedProgram:
 
     @functools.cached_property
     def windows(self) -> list[tuple[AxisSize, int]]:
-        """(extent, how many rows) of arrays of which a part of so many rows is read.
+        """(extent, how many rows) of arrays of which a part of so many rows is read, or written.
 
-        In loops and branches also those that `nonempty` and `looked_up` tell elsewhere.
+        In loops and branches also those that `nonempty` and `looked_up` tell elsewhere. A divisor
+        is 0 at least.
         """
-        return list(dict.fromkeys(windows(self.jaxpr.eqns)))
+        divided_by = [(extent, 0) for extent in divisors(self.jaxpr.eqns)]
+        return list(dict.fromkeys((*windows(self.jaxpr.eqns), *divided_by)))
 
     @functools.cached_property
     def lacks_nothing(self) -> bool:

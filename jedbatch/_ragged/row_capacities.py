@@ -154,7 +154,7 @@ def _of_microbatches(
     rows, largest = np.max(used, axis=0), calls.table_of_counts.max(1)
     # Rows that are few cost little, and must not keep others from being many.
     headroom = np.where(2 * rows < rows.max(), GROUP_HEADROOM, MICROBATCH_HEADROOM)
-    rows = np.maximum(headroom * rows, GROUP_HEADROOM * largest)
+    rows = np.maximum(1, np.maximum(headroom * rows, GROUP_HEADROOM * largest))
     # As long as the longest call of any microbatch, the second of any, and so on; and some more.
     longest = np.zeros(max(map(len, microbatches)), np.int64)
     for m in microbatches:
@@ -179,7 +179,7 @@ def _many(number: int) -> int:
 
 def _rows_for(calls: RegionCalls, blocks: Buckets, model: RowCapacity | None) -> tuple[int, ...]:
     """Returns a capacity of rows for each extent, in whole blocks, with headroom."""
-    rows = [whole_blocks(round_up(n * CAPACITY_HEADROOM), blocks) for n in calls.rows]
+    rows = [whole_blocks(round_up(max(1, n) * CAPACITY_HEADROOM), blocks) for n in calls.rows]
     if model and _is_near(rows, model.rows, max(MANY_ROWS, blocks.widths[-1])):
         rows = list(map(max, rows, model.rows))
     return tuple(rows)

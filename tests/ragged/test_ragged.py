@@ -260,59 +260,6 @@ def test_derivatives_in_all_directions():
     assert batched.plan(weights(), instances).host.apart is None
 
 
-# --- what an empty instance means ----------------------------------------------------------------
-
-
-def test_a_mean_of_nothing_names_the_instance():
-    batched = jedbatch.batch(lambda params, x: x.mean(0) @ params["w"])
-    instances = [x for x, *_ in made(EMPTY)]
-    with pytest.raises(ValueError, match=r"instance 0 .*length 0.* takes a mean"):
-        batched(weights(), instances)
-    with pytest.raises(ValueError, match=r"instance 2 .*jnp.maximum"):
-        batched(weights(), [instances[1], instances[2], instances[0]])
-
-
-def test_a_maximum_of_nothing_names_the_instance():
-    batched = jedbatch.batch(lambda params, x: x.max(0) @ params["w"])
-    with pytest.raises(ValueError, match=r"instance 3 .*length 0.* takes a maximum"):
-        batched(weights(), [x for x, *_ in made([2, 1, 3, 0])])
-
-
-@pytest.mark.parametrize(
-    "fn",
-    [
-        lambda x: jnp.sin(x)[0],
-        lambda x: jnp.sin(x)[jnp.array([1, 0])],
-        lambda x: lax.slice_in_dim(jnp.sin(x), 0, 1),
-        lambda x: lax.fori_loop(0, 2, lambda i, c: c + jnp.sin(x)[i], 0.0),
-        lambda x: lax.fori_loop(0, 2, lambda i, c: c + (2 * x).max(), 0.0),
-    ],
-)
-def test_rows_that_an_instance_has_none_of(fn):
-    """The loop's error, where a row of another instance was read."""
-    instances = [np.arange(n, dtype=np.float32) for n in (3, 2, 0)]
-    (batched := jedbatch.batch(fn, in_axes=(0,), out_axes=None))(instances[:2])
-    with pytest.raises((IndexError, TypeError, ValueError)) as loop:
-        fn(jnp.asarray(instances[2]))
-    with pytest.raises(loop.type, match="while instance 2 was recorded") as caught:
-        batched(instances)
-    assert str(caught.value) == str(loop.value)
-
-
-def test_rolls_of_nothing():
-    batched = jedbatch.batch(lambda x: jnp.roll(x, 1, axis=0) * x, in_axes=(0,), out_axes=None)
-    instances = [np.arange(n, dtype=np.float32) for n in (3, 0, 2)]
-    for out, x in zip(batched(instances), instances, strict=True):
-        np.testing.assert_array_equal(out, np.roll(x, 1) * x)
-
-
-def test_last_rows_of_nothing():
-    batched = jedbatch.batch(lambda x: jnp.sin(x)[-1:], in_axes=(0,), out_axes=None)
-    instances = [np.arange(n, dtype=np.float32) for n in (3, 0, 2)]
-    for out, x in zip(batched(instances), instances, strict=True):
-        np.testing.assert_allclose(out, np.sin(x)[-1:], rtol=1e-6)
-
-
 # --- parts of larger functions --------------------------------------------------------------------
 
 

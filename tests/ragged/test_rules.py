@@ -126,10 +126,10 @@ def test_phases_alternate():
         assert all(len(ragged_axes(v.aval.shape)) <= 1 for v in (*phase.reads, *phase.writes))
 
 
-def test_means_and_maxima_need_rows():
-    program = find_phases(traced(lambda x: x.sum(axis=0) / x.shape[0] + x.max(axis=0)), 0)
-    assert {what for _, what in program.nonempty} == {"a mean", "a maximum"}
-    assert not find_phases(traced(lambda x: x.sum(axis=0)), 0).nonempty
+def test_maxima_need_rows():
+    program = find_phases(traced(lambda x: x.max(axis=0)), 0)
+    assert [what for _, what in program.nonempty] == ["a maximum"]
+    assert not find_phases(traced(lambda x: x.mean(axis=0)), 0).nonempty
 
 
 def test_tiles():
