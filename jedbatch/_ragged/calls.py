@@ -165,6 +165,28 @@ def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Array]]) -> 
     return all_calls
 
 
+def lacks_rows(record: Record, arrays: Sequence[Array]) -> bool:
+    """Returns whether an instance has fewer rows than some part of them has less, as `x[1:]`.
+
+    Or than a part of a known size takes, as `x[-1:]`; or none where an extent is a number modulo
+    that of rows, as of `jnp.roll`.
+    """
+    if not isinstance(record, RaggedRecord):
+        return False
+    for call in record.calls:
+        phased = call.region.packed.phased
+        if not phased.lacks_nothing or phased.windows:
+            lengths = dict(zip(phased.symbols, call.lengths(arrays), strict=True))
+            try:
+                if any(extent_at(e, lengths) < 0 for e in phased.all_extents):
+                    return True
+                if any(extent_at(e, lengths) < rows for e, rows in phased.windows):
+                    return True
+            except ZeroDivisionError:
+                return True
+    return False
+
+
 def find_slices(
     calls: Sequence[RegionCalls], records: Sequence[Record]
 ) -> list[dict[int, Slice | TileRun]]:

@@ -33,8 +33,10 @@ from jedbatch._graph.prune import without_unread
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._graph.union_find import UnionFind
+from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import is_key
-from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, symbols_in
+from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
+from jedbatch._jaxpr.versions import without_consts
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.phases import find_phases
 from jedbatch._ragged.renaming import Renaming, written_type
@@ -142,28 +144,6 @@ class RaggedRecord(Record):
         return super().form, results, regions, self.places, self.ragged
 
 
-def lacks_rows(record: Record, arrays: Sequence[jax.Array]) -> bool:
-    """Returns whether an instance has fewer rows than some part of them has less, as `x[1:]`.
-
-    Or than a part of a known size takes, as `x[-1:]`; or none where an extent is a number modulo
-    that of rows, as of `jnp.roll`.
-    """
-    if not isinstance(record, RaggedRecord):
-        return False
-    for call in record.calls:
-        phased = call.region.packed.phased
-        if not phased.lacks_nothing or phased.windows:
-            lengths = dict(zip(phased.symbols, call.lengths(arrays), strict=True))
-            try:
-                if any(extent_at(e, lengths) < 0 for e in phased.all_extents):
-                    return True
-                if any(extent_at(e, lengths) < rows for e, rows in phased.windows):
-                    return True
-            except ZeroDivisionError:
-                return True
-    return False
-
-
 class Regions:
     """The regions met so far.
 
@@ -202,6 +182,13 @@ class Regions:
                 is_ragged(t.shape) for t in (*node_type.operands, *node_type.results)
             ) or bool(symbols_in(operation.jaxpr))
         return self._ragged[type_id]
+
+    def stops(self, type_id: int) -> bool:
+        """Returns whether nothing comes back through nodes of a type."""
+        node_type = self.registry.node_types[type_id]
+        equations = without_consts(operation_of(node_type).jaxpr).eqns
+        stops = [eqn.primitive.name for eqn in equations] == ["stop_gradient"]
+        return stops or not any(has_gradient(t.dtype) for t in node_type.results)
 
     def renamed(self, type_id: int) -> tuple[int, tuple[str, ...]]:
         """Returns (a number equal for types that differ in the names of symbols only, these)."""
@@ -293,6 +280,7 @@ class _Subgraph:
       nodes: (type, what it reads) of each: operands by number, results by (node, number).
       sources: where operands come from.
       returned: the results: (node, number), or the number of an operand.
+      stopped: of each result, whether nothing comes back to it.
       symbols: in the order in which they come up.
       key: equal for calls that differ in values and in the names of symbols alone.
     """
@@ -300,6 +288,7 @@ class _Subgraph:
     nodes: tuple[tuple[int, tuple[Any, ...]], ...]
     sources: tuple[InputRows, ...]
     returned: tuple[Any, ...]
+    stopped: tuple[bool, ...]
     symbols: tuple[str, ...]
     key: Hashable
 
@@ -370,6 +359,7 @@ class Cut:
         self.maker = graph.value_node.tolist()
         self.inputs = [_single(chunk, k) for chunk in graph.inputs for k in range(len(chunk))]
         self.outputs = graph.outputs.tolist()
+        self.stopped = self._stopped()
         self.parts = self._parts()
         self.leaving = self._leaving()
         # Arrays of the instance that are returned as they are, each by a part without nodes.
@@ -380,6 +370,17 @@ class Cut:
 
     def _is_ragged_input(self, value: int) -> bool:
         return is_ragged(self.inputs[-1 - value].type.shape)
+
+    def _stopped(self) -> set[int]:
+        """Returns the values to which nothing comes back from results of the graph."""
+        if not any(map(self.regions.stops, set(self.types))):
+            return set()
+        moving, begin = set(self.outputs), self.graph.value_ptr.tolist()
+        for node in reversed(range(len(self.types))):
+            values = range(begin[node], begin[node + 1])
+            if not (moving.isdisjoint(values) or self.regions.stops(self.types[node])):
+                moving.update(self.reads[node])
+        return set(range(len(self.maker))) - moving
 
     def _parts(self) -> list[list[int]]:
         """Returns connected nodes that are ragged or that ragged ones depend on."""
@@ -518,8 +519,9 @@ class Cut:
             key += [Renaming(number).written((t.shape, t.dtype, t.weak)) for t in kinds]
         sources = tuple(self.inputs[-1 - v] for v in operand)
         returned = tuple(place[v] if v >= 0 else operand[v] for v in leaving)
-        key_written = tuple(key), returned
-        return _Subgraph(tuple(nodes), sources, returned, tuple(number), key_written)
+        stopped = tuple(v in self.stopped for v in leaving)
+        key_written = tuple(key), returned, stopped
+        return _Subgraph(tuple(nodes), sources, returned, stopped, tuple(number), key_written)
 
     def _call(self, subgraph: _Subgraph) -> Call:
         """Returns a connected part as a call of a region."""
@@ -549,6 +551,8 @@ class Cut:
                     read[r] if isinstance(r, int) else results_made[r[0]][r[1]]
                     for r in subgraph.returned
                 ]
+                for k, stopped in enumerate(subgraph.stopped):
+                    results[k] = jax.lax.stop_gradient(results[k]) if stopped else results[k]
                 shapes[:] = [x.shape for x in results]
                 return list(map(_entries_as_rows, results))
 

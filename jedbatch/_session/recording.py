@@ -15,8 +15,9 @@ import numpy as np
 
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
+from jedbatch._ragged.calls import lacks_rows
 from jedbatch._ragged.lengths import RaggedTypes
-from jedbatch._ragged.regions import Cut, Uncut, lacks_rows
+from jedbatch._ragged.regions import Cut, Uncut
 from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.environment import Reached
 from jedbatch._record.instance_arrays import array_type

@@ -443,11 +443,12 @@ def test_gradients_where_padding_repeats_a_row(name):
     assert batched.plan(weight, points).host.apart is None
 
 
-def test_gradients_beside_a_loop_over_what_is_stopped():
+@pytest.mark.parametrize("stops", ["before", "behind", "compared"])
+def test_gradients_beside_a_loop_through_which_nothing_comes_back(stops):
     """A `while_loop` has no gradient in reverse mode, and needs none here."""
 
     def fn(weight, x):
-        still, rows = lax.stop_gradient((weight, x))
+        still, rows = lax.stop_gradient((weight, x)) if stops == "before" else (weight, x)
 
         def going(state):
             return (state[0] < x.shape[0]) & (state[1].sum() < 1.5)
@@ -455,7 +456,12 @@ def test_gradients_beside_a_loop_over_what_is_stopped():
         def step(state):
             return state[0] + 1, jnp.tanh(still @ state[1]) + rows[state[0]]
 
-        return weight @ x.sum(0) + lax.while_loop(going, step, (0, jnp.ones(3)))[1]
+        end = lax.while_loop(going, step, (0, jnp.ones(3)))[1]
+        if stops == "compared":
+            return jnp.where(end > 0.3, weight @ x.sum(0), x.sum(0))
+        if stops == "behind":
+            end = lax.stop_gradient(2 * jnp.sin(end))
+        return weight @ x.sum(0) * end
 
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.normal(size=(3, 3)), jnp.float32)
