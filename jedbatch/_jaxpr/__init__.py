@@ -11,52 +11,56 @@ Read in this order:
 4. `interpret`: Handling programs of JAX equation by equation, with public names only.
 5. `early_part`: A program in two: products that need some operands only, and all else.
 6. `associative`: Associative scans along axes of which the extent is not known.
-7. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
-8. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
-9. `storage`: Storage of values: each is a row of an array that holds values of one shape and dtype.
-10. `identity`: Identity of values: the keys of everything that is remembered.
-11. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
-12. `gates`: Gates: what comes back through one result stays apart from what comes through another.
-13. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
-14. `meshes`: Types of arrays where a mesh is set: how they are cut over it, and along which axes
+7. `searches`: Binary searches in tables of which the extent is not known.
+8. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
+9. `extents_inside`: Extents inside of programs, and in a form in which the names of symbols do not
+   matter.
+10. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
+11. `storage`: Storage of values: each is a row of an array that holds values of one shape and
+   dtype.
+12. `identity`: Identity of values: the keys of everything that is remembered.
+13. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
+14. `gates`: Gates: what comes back through one result stays apart from what comes through another.
+15. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
+16. `meshes`: Types of arrays where a mesh is set: how they are cut over it, and along which axes
    they vary.
-15. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
+17. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
-16. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
-17. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
+18. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
+19. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-18. `list_expressions`: Expressions of programs of lists of any length.
-19. `rolling`: Programs of a list of values as programs of lists of any length.
-20. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+20. `list_expressions`: Expressions of programs of lists of any length.
+21. `rolling`: Programs of a list of values as programs of lists of any length.
+22. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-21. `trip_counts`: Trip counts of loops, as far as their programs say.
-22. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+23. `trip_counts`: Trip counts of loops, as far as their programs say.
+24. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-23. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+25. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
-24. `registers`: Basic blocks, and the registers of values that live between them.
-25. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+26. `registers`: Basic blocks, and the registers of values that live between them.
+27. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-26. `program_counters`: A machine for lanes that are at different places of a program.
-27. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
+28. `program_counters`: A machine for lanes that are at different places of a program.
+29. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
    segments.
-28. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+30. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-29. `branch_residuals`: Residuals of branches, without those that are there anyway.
-30. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+31. `branch_residuals`: Residuals of branches, without those that are there anyway.
+32. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-31. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+33. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-32. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+34. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-33. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+35. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-34. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+36. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-35. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-36. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-37. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+37. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+38. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+39. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-38. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+40. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
 """

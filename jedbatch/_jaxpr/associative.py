@@ -25,19 +25,20 @@ def is_associative_scan(frame: FrameType | None) -> bool:
     if frame is not None and frame.f_code.co_name == "is_constant_dim":
         frame = frame.f_back
     names = ("associative_scan", "associative_scan.<locals>.<genexpr>")
-    return frame is not None and frame.f_code.co_qualname in names and _is_of_jax(frame)
+    return frame is not None and frame.f_code.co_qualname in names and is_of_jax(frame)
 
 
 def scanned_in_place(frame: FrameType) -> bool:
     """Replaces rows by their scan, if it is JAX's recursion over them that asks; whether it is."""
-    if frame.f_code.co_qualname != "associative_scan.<locals>._scan" or not _is_of_jax(frame):
+    if frame.f_code.co_qualname != "associative_scan.<locals>._scan" or not is_of_jax(frame):
         return False
     names = frame.f_locals
     names["elems"][:] = scan_in_order(names["combine"], names["elems"], names["axis"])
     return True
 
 
-def _is_of_jax(frame: FrameType) -> bool:
+def is_of_jax(frame: FrameType) -> bool:
+    """Returns whether a frame belongs to JAX."""
     return frame.f_globals.get("__name__", "").startswith("jax.")
 
 

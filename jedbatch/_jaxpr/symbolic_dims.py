@@ -33,7 +33,7 @@ import operator
 import re
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -45,6 +45,7 @@ from jax.export import is_symbolic_dim, symbolic_shape
 from jax.extend.core import set_current_trace
 
 from jedbatch._jaxpr.associative import ANY_NUMBER, is_associative_scan, scanned_in_place
+from jedbatch._jaxpr.searches import MOST_STEPS, is_search
 from jedbatch._jaxpr.versions import is_program, without_consts
 from jedbatch._support.frames import HOLDS_FOR_ALL_LENGTHS, is_private
 from jedbatch._support.types import Array, AxisSize, Dtype
@@ -61,8 +62,9 @@ CHECKS = re.compile(
 # with False, too, where it does not know that there are any.
 FUNCTIONS = re.compile(r"jax\._src\.(numpy|scipy|nn)\b")
 DECISIONS = re.compile("array_equal|array_equiv")  # these give another result if they are not
-# These ask whether there are fewer rows than are taken. Whoever runs an instance asks again.
-SUPPOSES_ENOUGH = re.compile(r"_top_k\w*")
+# These ask whether there are fewer rows than are taken, whoever runs an instance asks again; or
+# more than 32 bits can count.
+SUPPOSES_ENOUGH = re.compile(r"_top_k\w*|int_dtype_for_dim")
 SYMBOL = re.compile(r"\b(?:n\d*|[mkl])\b")
 SUM = re.compile(r"[\w*^]+( \+ [\w*^]+)*( - \d+)?")  # of products of symbols
 (_plain,) = symbolic_shape("n")
@@ -372,7 +374,7 @@ class Extent(Base):
         return True
 
     def __index__(self) -> int:
-        if is_associative_scan(sys._getframe(1)):
+        if is_associative_scan(sys._getframe(1)) or is_search(sys._getframe(1)):
             return ANY_NUMBER
         frame, role = _asker(sys._getframe(1))
         if role not in OURS:
@@ -380,6 +382,12 @@ class Extent(Base):
         raise TypeError("the length of an array is not known while this is traced")
 
     __int__ = __index__
+
+    def log2(self) -> float:
+        """For `numpy.log2`, in a binary search of JAX: the number of steps for any extent."""
+        if not is_search(sys._getframe(1)):
+            self.__index__()  # raises an error
+        return MOST_STEPS
 
     def __hash__(self) -> int:
         questions = _asked.questions
@@ -569,30 +577,3 @@ def symbols_in(value: Array) -> frozenset[str]:
     if type(value) in (int, str, bool, type(None)) or not is_symbolic_dim(value):
         return frozenset()
     return frozenset(_compiled(str(value)).co_names) - _FUNCTIONS.keys()
-
-
-def extents_in(value: object) -> Iterator[AxisSize]:
-    """The extents that are somewhere inside of parameters of a primitive, or of a program."""
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, Base):
-        yield value
-    elif isinstance(value, tuple | list):
-        for x in value:
-            yield from extents_in(x)
-    elif is_program(value):
-        jaxpr = without_consts(value)
-        for eqn in jaxpr.eqns:
-            yield from extents_in(eqn.params)
-            for v in (*eqn.invars, *eqn.outvars):
-                yield from extents_in(v.aval.shape)
-
-
-def numbered_extent(extent: AxisSize, numbers: dict[str, int]) -> Hashable:
-    """An extent with numbers for symbols; a new one gets the next number."""
-    if not isinstance(extent, Base):
-        return extent
-    for s in sorted(symbols_in(extent)):
-        numbers.setdefault(s, len(numbers))
-    names = {s: f"s{k}" for s, k in numbers.items()}
-    return "extent", SYMBOL.sub(lambda found: names.get(found[0], found[0]), str(extent))

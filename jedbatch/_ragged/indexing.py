@@ -94,6 +94,17 @@ def clips_well(eqn: Equation) -> bool:
     return not extreme and set(named) <= set(numbers.inserted_window_dims)
 
 
+def as_int32(indices: Array) -> Array:
+    """Returns indices of a type that holds all places."""
+    return indices.astype(jnp.int32) if indices.dtype != jnp.int32 else indices
+
+
+def clipped(start: Array, last: Array) -> Array:
+    """Returns the first row of a part, of which the last place it can be is known."""
+    start = start if jnp.dtype(start.dtype).itemsize > 2 else as_int32(start)
+    return jnp.clip(start, 0, jnp.maximum(last, 0).astype(start.dtype)).astype(jnp.int32)
+
+
 def _is_one(size: Any) -> bool:
     return type(size) is int and size == 1
 

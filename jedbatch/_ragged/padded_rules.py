@@ -36,7 +36,14 @@ from jedbatch._ragged.axis_rules import (
     is_look_up,
     mixed_axes,
 )
-from jedbatch._ragged.indexing import Mode, clips_well, fill_value_of, without_unwritten
+from jedbatch._ragged.indexing import (
+    Mode,
+    as_int32,
+    clipped,
+    clips_well,
+    fill_value_of,
+    without_unwritten,
+)
 from jedbatch._ragged.padded_loops import LOOPS, Known, note_extent, runs_inside
 from jedbatch._ragged.row_rules import bind_rows, look_up, substituted
 from jedbatch._ragged.singular import SINGULAR, positions, without_poles
@@ -262,19 +269,17 @@ class Padded:
         (x, *starts), sizes = values, list(eqn.params["slice_sizes"])
         for _, axis in mixed:
             last_start = self.length(eqn.invars[0].aval.shape[axis]) - self.length(sizes[axis])
-            start = jnp.clip(starts[axis], 0, jnp.maximum(last_start, 0))
             sizes[axis] = self.size(sizes[axis])
-            x = self._take(x, start + lax.iota(jnp.int32, sizes[axis]), axis)
+            steps = lax.iota(jnp.int32, sizes[axis])
+            x = self._take(x, clipped(starts[axis], last_start) + steps, axis)
             starts[axis] = jnp.zeros_like(starts[axis])
         return [lax.dynamic_slice(x, starts, substituted(tuple(sizes), self.size))]
 
     def _dynamic_update_slice(self, eqn, values, mixed):
         x, update, *starts = map(jnp.asarray, values)
         shape, rows = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
-        starts = [
-            jnp.clip(s, 0, jnp.maximum(self.length(a) - self.length(b), 0)).astype(jnp.int32)
-            for s, a, b in zip(starts, shape, rows, strict=True)
-        ]
+        places = zip(starts, shape, rows, strict=True)
+        starts = [clipped(s, self.length(a) - self.length(b)) for s, a, b in places]
         inside: Any = True if id(eqn) not in self.chain else self.alive
         ragged = [a for a in ragged_axes(rows) if rows[a] != shape[a]]
         for axis in ragged:  # so many rows that they may not fit in from their start on
@@ -293,7 +298,7 @@ class Padded:
         numbers, shape = params["dimension_numbers"], eqn.invars[0].aval.shape
         if any(i == 1 for i, _ in mixed):
             raise CannotMergeError("`gather` by indices of ragged length")
-        indices = _as_int32(indices)
+        indices = as_int32(indices)
         exact = params["mode"] == Mode.PROMISE_IN_BOUNDS
         there: Any = True
         for _, axis in mixed:
@@ -332,7 +337,7 @@ class Padded:
         clips = params["mode"] == Mode.CLIP
         if clips and not clips_well(eqn):
             raise CannotMergeError(f"`{name}` to the nearest rows")
-        indices = _as_int32(indices)
+        indices = as_int32(indices)
         written: Any = jnp.ones(indices.shape[:-1], bool)
         if id(eqn) in self.chain:
             written &= self.alive
@@ -567,11 +572,6 @@ _RULES: dict[str, Callable] = {
 def _first_axis(shape: Sequence[AxisSize]) -> int:
     """Returns the first axis of a shape that is not of one entry."""
     return next((a for a, d in enumerate(shape) if type(d) is not int or d != 1), 0)
-
-
-def _as_int32(indices: Array) -> Array:
-    """Returns indices of a type that holds all places."""
-    return indices.astype(jnp.int32) if indices.dtype != jnp.int32 else indices
 
 
 def identity_of(name: str, dtype: Dtype) -> Array:

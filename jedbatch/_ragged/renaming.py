@@ -19,9 +19,10 @@ import jax
 from jax.extend.core import Literal
 
 from jedbatch._graph.types import operation_of
+from jedbatch._jaxpr.extents_inside import numbered_extent
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.interpret import run_equation, value_of
-from jedbatch._jaxpr.symbolic_dims import Base, numbered_extent
+from jedbatch._jaxpr.symbolic_dims import Base
 from jedbatch._jaxpr.versions import Equation, OpenProgram, consts_of, is_program, without_consts
 from jedbatch._record.registry import Registry
 from jedbatch._support.types import Array

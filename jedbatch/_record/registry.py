@@ -19,14 +19,13 @@ from jax.tree_util import PyTreeDef
 from jedbatch import checks
 from jedbatch._graph.operations import Alike, CallSpec, CallSpecs, Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
+from jedbatch._jaxpr.extents_inside import extents_in, numbered_extent
 from jedbatch._jaxpr.identity import Same, tree_key
 from jedbatch._jaxpr.interpret import cares_for_padding, one_by_one, performs
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.symbolic_dims import (
     RaggedType,
-    extents_in,
     line_of_user,
-    numbered_extent,
     shape_at,
     symbol_of,
     symbols_in,
