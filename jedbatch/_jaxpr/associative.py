@@ -39,7 +39,12 @@ def scanned_in_place(frame: FrameType) -> bool:
 
 def is_of_jax(frame: FrameType) -> bool:
     """Returns whether a frame belongs to JAX."""
-    return frame.f_globals.get("__name__", "").startswith("jax.")
+    return is_jax(frame.f_globals.get("__name__", ""))
+
+
+def is_jax(module: str) -> bool:
+    """Returns whether a module belongs to JAX."""
+    return module.startswith("jax.")
 
 
 def scan_in_order(combine: Callable, elems: list[Array], axis: int) -> list[Array]:

@@ -16,14 +16,15 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from jedbatch._jaxpr.associative import ANY_NUMBER, is_of_jax
+from jedbatch._jaxpr.associative import ANY_NUMBER, is_jax, is_of_jax
 from jedbatch._jaxpr.interpret import interpret, run_equation, shape_of
 from jedbatch._jaxpr.versions import Atom, ClosedProgram, Equation, consts_of, without_consts
 from jedbatch._support.types import Dtype
 
 SEARCH = "_searchsorted_scan_impl"
 # These see to it that a type of integers is wide enough.
-CHECKS = ("searchsorted", "SearchSorted.__init__")
+OPERATION = "SearchSorted"
+CHECKS = ("searchsorted", f"{OPERATION}.__init__")
 MOST_STEPS = 31.0  # of tables of up to `ANY_NUMBER` rows
 
 
@@ -35,16 +36,21 @@ def is_search(frame: FrameType | None) -> bool:
 
 
 def searched(eqn: Equation) -> Any:
-    """Returns the program of a call of JAX's search, (table, what is looked for) to places.
+    """Returns the program of a search, (table, what is looked for) to places.
 
-    None if the extent of the table is not to be told.
+    None of other equations. Raises `NotImplementedError` if a table has an extent among others.
     """
+    operation: Any = eqn.params.get("_prim")  # of JAX from 0.12 on
+    if type(operation).__name__ == OPERATION and is_jax(type(operation).__module__):
+        return jax.make_jaxpr(operation.expand)(*map(shape_of, eqn.invars))
+    if eqn.params.get("name") != SEARCH:
+        return None
     table, called = eqn.invars[0].aval.shape, eqn.params["jaxpr"]
     extents = [d for d in table if type(d) is not int]
-    if len(extents) > 1:
-        return None
     if not extents:
         return called
+    if len(extents) > 1:
+        raise NotImplementedError(f"a search in tables of {extents} rows")
 
     def run(*args: Any) -> list[Any]:
         return _with_extent(called, args, extents[0])

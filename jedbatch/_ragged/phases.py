@@ -42,7 +42,7 @@ from jedbatch._jaxpr.interpret import (
     shape_of,
     used_variables,
 )
-from jedbatch._jaxpr.searches import SEARCH, searched
+from jedbatch._jaxpr.searches import searched
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import (
     grows,
@@ -253,11 +253,8 @@ _called = body_of("jit", "remat2", "checkpoint", "closed_call")
 
 def _body(eqn: Equation) -> Any:
     """Returns the program that is called; None for operations."""
-    if eqn.params.get("name") == SEARCH and _is_ragged(eqn):
-        found = searched(eqn)
-        if found is None:
-            raise CannotMergeError("a search in tables of which there are as many as a length says")
-        return found
+    if _is_ragged(eqn) and (search := searched(eqn)) is not None:
+        return search
     if _changes_nothing(eqn):
         return jax.make_jaxpr(lambda *xs: xs)(*map(shape_of, eqn.invars))
     own_rule = eqn.primitive.name == "custom_jvp_call"

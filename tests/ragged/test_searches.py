@@ -9,9 +9,6 @@ from jax import lax
 
 import jedbatch
 
-JAX = tuple(map(int, jax.__version__.split(".")[:2]))
-pytestmark = pytest.mark.skipif(JAX >= (0, 11), reason="a search is one operation there")
-
 
 def searches(lengths, others, seed=0):
     """Instances ([n] with places that are equal and some that are no number, [m])."""
