@@ -437,7 +437,6 @@ class Attempt:
         layout = self.workspace.compute(references, returned=self.returned)[0]
         self._note_round(layout, 0, start)
         self._depths.finish()
-        stacked = self.form.batch is not None
         if self.workspace.trial is not None:
-            self.workspace.trial.finish(*self.workspace.whole(self.returned, stacked))
-        return self.workspace.results(self.returned, stacked)
+            self.workspace.trial.finish(*self.workspace.whole(self.returned))
+        return self.workspace.results(self.returned)

@@ -154,21 +154,21 @@ class RecordedGraph:
         self,
         arenas: Sequence[Kind],
         returned: References,
-        stacked: bool,
         given: Mapping[Kind, np.ndarray],
     ) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray | None, ...]]:
         """Returns where in each arena its results are, and results that are in none.
 
+        There are more rows than results, so that few numbers of rows occur.
+
         Args:
           arenas: all of them.
           returned: what each arena returns.
-          stacked: whether there are to be exactly as many rows; otherwise it is rounded up.
           given: the results of some arenas that are not in them.
         """
         places, results = [], []
         for kind in arenas:
             references = np.array(returned.get(kind, ()), np.int64)
-            count = len(references) if stacked else round_up(len(references))
+            count = round_up(len(references))
             rows = given.get(kind)
             places.append(np.zeros(count if rows is None else 0, np.int32))
             if rows is None:

@@ -39,7 +39,7 @@ from jedbatch._jaxpr.configuration import EAGER
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._program.host_arrays import results_from, rows_on_host
 from jedbatch._program.lower import lower
-from jedbatch._program.returned import joined, rows_wanted, split_outputs
+from jedbatch._program.returned import Pieces, joined, rows_wanted, split_outputs
 from jedbatch._record.deep import deeply
 from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.symbols import Symbol
@@ -150,19 +150,24 @@ class Stepwise:
         assert self._attempt is not None
         return self._attempt
 
+    def _split(self, outputs: PyTree) -> Pieces:
+        signature = self._latest.workspace.signature
+        assert signature is not None
+        return split_outputs(outputs, self._latest.form, signature.arenas)
+
     def _differentiable(self, moving: bool) -> Callable:
         """Returns the function to differentiate; arrays of instances are traced if `moving`."""
 
         @jax.custom_vjp
         def run(leaves, arrays, tracers, reached):
             outputs = self._compute(leaves, arrays, tracers, reached, saving=False)
-            return split_outputs(outputs, self._latest.form.batch)
+            return self._split(outputs)
 
         def forwards(*primals):
             leaves, arrays, tracers, reached = custom_vjp_primal_tree_values(primals)
             outputs = self._compute(leaves, arrays, tracers, reached, saving=True)
             residuals = leaves, arrays, tracers, reached, self._latest.workspace.state
-            return split_outputs(outputs, self._latest.form.batch), residuals
+            return self._split(outputs), residuals
 
         run.defvjp(forwards, functools.partial(self._backwards, moving), symbolic_zeros=True)
         return run
@@ -172,12 +177,12 @@ class Stepwise:
         leaves, arrays, tracers, reached, values = residuals
         attempt, programs = self._latest, self.session.programs
         workspace, batch = attempt.workspace, attempt.form.batch
-        placed, signature = workspace.whole(attempt.returned, batch is not None)
+        placed, signature = workspace.whole(attempt.returned)
         lowered = lower(placed, signature)
         assert lowered is not None
         placed = lowered.placed
         pieces = tuple([_cotangent(x) for x in of_leaf] for of_leaf in cotangents)
-        outputs, exist = joined(signature.arenas, pieces, batch)
+        outputs, exist = joined(signature.arenas, pieces, batch, signature.outputs)
         wanted = rows_wanted(placed, signature.arenas, exist, batch)
         reverse, reverse_table = programs.reverse(placed, signature, wanted=wanted)
         refuse_derivative(reverse, None, -1, "a batched function")

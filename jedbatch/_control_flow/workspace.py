@@ -363,7 +363,7 @@ class Workspace:
         key = *self._policy_key, *(x.tobytes() for x in parts)
         placed = self.programs.rounds.get(key)
         if placed is None:
-            placed = self._place(graph, schedule(graph, self.policy), {}, stacked=False)
+            placed = self._place(graph, schedule(graph, self.policy), {})
             self.programs.rounds[key] = placed
         return placed
 
@@ -372,12 +372,10 @@ class Workspace:
         """All that schedules depend on besides graphs."""
         return Same(self.policy), None if self.policy is None else version_of(self.policy)
 
-    def _place(
-        self, graph: Graph, batches: Schedule, outputs: dict[Kind, list[int]], stacked: bool
-    ) -> Placement:
+    def _place(self, graph: Graph, batches: Schedule, outputs: dict[Kind, list[int]]) -> Placement:
         """Lays a graph out as rounds do it, lane after lane."""
         return self.programs.place(
-            graph, batches, outputs, "append", stacked=stacked, keeps=True, reuse=False
+            graph, batches, outputs, "append", stacked=False, keeps=True, reuse=False
         )
 
     def _enter_inputs(self, references: np.ndarray) -> set[Kind]:
@@ -505,7 +503,7 @@ class Workspace:
         if self.trial is not None:
             self.graph.take_up()
             self.trial.run(signature, table, self._num_inputs)
-            self.trial.finish(*self.whole({}, stacked=True))
+            self.trial.finish(*self.whole({}))
         given = shared, tuple(inputs), table, self.state
         outputs, self.state = executor.advance(self.saving, *given)
         return outputs
@@ -541,11 +539,11 @@ class Workspace:
 
     # --- when all is computed ---
 
-    def results(self, returned: References, stacked: bool) -> Any:
-        """The rows of values that are returned, from each arena: exactly these if `stacked`."""
+    def results(self, returned: References) -> Any:
+        """The rows of values that are returned, from each arena, and perhaps more."""
         signature = self.signature
         assert signature is not None
-        rows = self.graph.rows_returned(signature.arenas, returned, stacked, self._given)
+        rows = self.graph.rows_returned(signature.arenas, returned, self._given)
         picked = self._executor().pick(self.state, *rows)
         self.close()
         return picked
@@ -562,11 +560,11 @@ class Workspace:
             self._executor().give_back(shared, self.state)
             self.state = None
 
-    def whole(self, returned: dict[Kind, list[int]], stacked: bool) -> tuple[Placement, Signature]:
+    def whole(self, returned: dict[Kind, list[int]]) -> tuple[Placement, Signature]:
         """All rounds as one plan, and the program whose reverse undoes them at once."""
         assert self.signature is not None
         nodes, graph, every, outputs = as_one(self.graph, self._rounds, self._chunks, returned)
-        placed = self._place(graph, every, outputs, stacked)
+        placed = self._place(graph, every, outputs)
         layout = placed.layout
         if not np.array_equal(layout.lane, self.graph.lane.array[nodes]):
             raise RuntimeError(
@@ -578,7 +576,7 @@ class Workspace:
         num_instructions = int(layout.trips.sum()) if switch else len(placed.runs)
         signature = replace(
             self.signature,
-            outputs=tuple(n if stacked else round_up(n) for n in rows),
+            outputs=tuple(map(round_up, rows)),
             num_instructions=max(self.signature.num_instructions, round_up(num_instructions)),
         )
         return placed, signature

@@ -370,7 +370,7 @@ class Exported:
         run = Differentiable(
             lambda _: executor,
             signature,
-            functools.partial(split_outputs, batch=batch),
+            functools.partial(split_outputs, form=static.results, arenas=signature.arenas),
             functools.partial(joined, signature.arenas, batch=batch),
             functools.partial(self._permit, static.keeps),
             reverse_of,

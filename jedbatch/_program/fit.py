@@ -16,7 +16,13 @@ from jedbatch._layout.access import (
     Reading,
     choose_reading,
 )
-from jedbatch._program.capacity import MAX_OVERSIZE, Capacity, result_bytes, round_up
+from jedbatch._program.capacity import (
+    GROWING_SIZES,
+    MAX_OVERSIZE,
+    Capacity,
+    result_bytes,
+    round_up,
+)
 from jedbatch._program.lower import (
     Lowered,
     Rows,
@@ -87,9 +93,8 @@ def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZ
         return False
     if (signature.shared_rows is not None) != placed.reuse:
         return False
-    mine = {kind: len(x) for kind, x in zip(placed.arenas, placed.outputs, strict=True) if len(x)}
-    its = signature.returned
-    same = mine == its if placed.stacked else mine.keys() <= its.keys()
+    mine, its = placed.returned, signature.returned
+    same = mine == its if placed.exact else mine.keys() <= its.keys()
     small = SMALL_RESULT_BYTES if placed.keeps else SMALL_IN_INFERENCE
     size = signature.result_bytes
     if placed.ahead:  # no minibatch has all that may come
@@ -115,7 +120,8 @@ def make_signature(
     """
     capacity = ample or (placed.ample if model is None else placed.more_ample)
     if model is not None:
-        capacity = capacity.joined(_without(model, forgotten, placed.arenas))
+        growing = GROWING_SIZES | {"outputs"} if placed.stacked else GROWING_SIZES
+        capacity = capacity.joined(_without(model, forgotten, placed.arenas), growing)
     readings: dict[Kernel, tuple[Reading, ...]] = {}
     if model is not None:
         readings |= {k: r for k, r in zip(model.kernels, model.readings, strict=True) if r}

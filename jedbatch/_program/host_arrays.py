@@ -247,7 +247,7 @@ def results_from(
     Arenas return rows or, already, pieces of them (see `_program.returned`).
     """
     if not any(isinstance(x, list) for x in outputs):
-        outputs = split_outputs(outputs, form.batch)
+        outputs = split_outputs(outputs, form, signature.arenas)
     cut = _cut_out(form, packed)
 
     def leaf(kind: Kind, place: Any) -> Any:

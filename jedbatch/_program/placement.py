@@ -74,7 +74,8 @@ class Placement:
       arenas: (shape, dtype) of every kind of value.
       input_arena, input_row: int64[I], where each input is.
       outputs: for each arena, what it returns, as in `graph.outputs`, or `NO_VALUE`.
-      stacked: whether exactly these rows must be returned; otherwise more may be.
+      stacked: whether results are stacked; a program made for them returns just these rows.
+      exact: whether no program may return more rows.
       keeps: whether everything is kept that the reverse would read.
       reuse: whether results share rows.
       target: what to make a program for.
@@ -101,6 +102,7 @@ class Placement:
     target: Target
     num_inputs: tuple[int, ...] | None = None
     ahead: tuple[tuple[Kernel, Kernel], ...] = ()
+    exact: bool = False
 
     @staticmethod
     def find(
@@ -114,6 +116,7 @@ class Placement:
         reuse: bool | None,
         target: Target,
         ahead: tuple[tuple[Kernel, Kernel], ...] = (),
+        exact: bool = False,
     ) -> Placement:
         """Finds the arena and row of every input; `returned` is what each arena returns.
 
@@ -158,6 +161,7 @@ class Placement:
             reuse,
             target,
             ahead=ahead,
+            exact=exact,
         )
 
     @property
@@ -167,6 +171,12 @@ class Placement:
     @property
     def schedule(self) -> Schedule:
         return self.layout.schedule
+
+    @functools.cached_property
+    def returned(self) -> dict[Kind, int]:
+        """Rows returned from each arena that returns some."""
+        pairs = zip(self.arenas, self.outputs, strict=True)
+        return {kind: len(values) for kind, values in pairs if len(values)}
 
     @functools.cached_property
     def lanes(self) -> tuple[int, ...]:

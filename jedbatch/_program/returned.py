@@ -3,6 +3,10 @@
 A program returns rows of each arena. A loss may read some results and not others, and JAX tells us
 which, as long as they reach it one by one: as pieces, which are a row for each instance, or single
 rows where there is a list of results, and in a lazy scope.
+
+A program may have been made for more instances than there are, and return more rows. Outside of
+`jax.jit`, JAX would compile what cuts them off for each number of instances. On a CPU they are cut
+off by NumPy instead, which copies nothing.
 """
 
 import functools
@@ -11,60 +15,95 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind, stored_kind
-from jedbatch._jaxpr.transfers import handed_over
+from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.alive import MAX_RESULTS
 from jedbatch._program.output_spec import OutputSpec, Slice, TileRun
 from jedbatch._program.placement import Placement
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, Dtype
 
 ROWS_PER_BLOCK = 64  # rows taken out of an array at a time
 
 Pieces = tuple[list[Array], ...]  # of each arena
 
 
-def split_outputs(outputs: Sequence[Array], batch: int | None) -> Pieces:
-    """The rows returned from each arena, `batch` at a time or one by one."""
+def split_outputs(outputs: Sequence[Array], form: OutputSpec, arenas: Sequence[Kind]) -> Pieces:
+    """The rows returned from each arena, as many as there are instances at a time or one by one."""
+    batch = form.batch
     if batch is None:
         return tuple(map(unstacked, outputs))
-    return tuple([_some(rows, i, batch) for i in range(0, len(rows), batch)] for rows in outputs)
+    pairs = zip(outputs, leaf_numbers(form, arenas), strict=True)
+    return tuple(
+        [_some(rows, i * batch, batch) for i in range(len(numbers))] for rows, numbers in pairs
+    )
 
 
 def _some(rows: Array, first: int, count: int) -> Array:
     if len(rows) == count:
         return rows
+    if is_on_cpu(rows):
+        view = fetched(rows)[first : first + count]
+        return jax.device_put(view, rows.sharding if rows.committed else None)
     # `rows[a:b]` costs three times as much outside of jit
     return jax.lax.slice_in_dim(rows, first, first + count)
 
 
+def is_on_cpu(x: Array) -> bool:
+    """Returns whether an array of JAX is known and on one CPU."""
+    if isinstance(x, Tracer):
+        return False
+    devices = x.devices()
+    return len(devices) == 1 and next(iter(devices)).platform == "cpu"
+
+
 def joined(
-    arenas: Sequence[Kind], cotangents: Pieces, batch: int | None
+    arenas: Sequence[Kind],
+    cotangents: Pieces,
+    batch: int | None,
+    rooms: Sequence[int] | None = None,
 ) -> tuple[tuple[Array, ...], list[np.ndarray]]:
     """(for each arena the cotangents of its rows or None, for each bool[pieces], which exist).
 
-    Pieces are None where there is none.
+    Pieces are None where there is none. There may be `rooms` for more rows of each arena than those
+    of pieces, which are zeros.
     """
     arrays: list[Array] = []
     exist = []
-    for (shape, dtype), pieces in zip(arenas, cotangents, strict=True):
+    rooms = rooms or [batch * len(pieces) if batch else 0 for pieces in cotangents]
+    for (shape, dtype), pieces, room in zip(arenas, cotangents, rooms, strict=True):
         flags = np.array([x is not None for x in pieces], bool)
         exist.append(flags & has_gradient(dtype))
         if not has_gradient(dtype):
             arrays.append(None)
             continue
-        nothing = jnp.zeros(shape if batch is None else (batch, *shape), dtype)
+        if batch is not None:
+            arrays.append(_end_to_end(pieces, batch, (room, *shape), dtype))
+            continue
+        nothing = jnp.zeros(shape, dtype)
         pieces = [x if there else nothing for x, there in zip(pieces, flags, strict=True)]
-        if batch is None:
-            arrays.append(stacked(pieces) if pieces else nothing[None][:0])
-        else:
-            arrays.append(pieces[0] if len(pieces) == 1 else _end_to_end(pieces, nothing))
+        arrays.append(stacked(pieces) if pieces else nothing[None][:0])
     return tuple(arrays), exist
 
 
-def _end_to_end(parts: Sequence[Array], nothing: Array) -> Array:
-    return jnp.concatenate(parts) if parts else nothing[:0]
+def _end_to_end(
+    pieces: Sequence[Array | None], batch: int, shape: tuple[int, ...], dtype: Dtype
+) -> Array:
+    """Returns pieces of as many rows each one after the other, with zeros where there are none."""
+    if len(pieces) == 1 and pieces[0] is not None and batch == shape[0]:
+        return pieces[0]
+    if all(x is None or is_on_cpu(x) for x in pieces):
+        rows = np.zeros(shape, dtype)
+        for i, x in enumerate(pieces):
+            if x is not None:
+                rows[i * batch : (i + 1) * batch] = fetched(x)
+        return rows
+    lengths = [batch] * len(pieces) + [shape[0] - batch * len(pieces)]
+    nothing = [jnp.zeros((length, *shape[1:]), dtype) for length in lengths]
+    given = zip([*pieces, None], nothing, strict=True)
+    return jnp.concatenate([zeros if x is None else x for x, zeros in given])
 
 
 def leaf_numbers(form: OutputSpec, arenas: Sequence[Kind]) -> list[np.ndarray]:

@@ -488,14 +488,16 @@ def run_plan(
             if all_or_none_exist(signature.arenas, numbers, exist):
                 return reverse, table, handed_over(bits)
             flags = [np.repeat(x, batch or 1) for x in exist]
+            flags = [np.pad(x, (0, n - len(x))) for x, n in zip(flags, rooms, strict=True)]
             return replace(reverse, marks=True), table, handed_over(flags)
         reverse, table = planned_for(*(np.asarray(x, bool).tobytes() for x in exist))
         refuse_derivative(reverse, None, moving, name)
         return reverse.with_constants(moving), handed_over(table), None
 
     executor_of = functools.partial(programs.executor, signature)
-    split = functools.partial(split_outputs, batch=batch)
-    join = functools.partial(joined, signature.arenas, batch=batch)
+    arenas, rooms = signature.arenas, signature.outputs
+    split = functools.partial(split_outputs, form=static.results, arenas=arenas)
+    join = functools.partial(joined, arenas, batch=batch, rooms=rooms)
     permit = functools.partial(permit_derivative, static)
     run = Differentiable(executor_of, signature, split, join, permit, reverse_of)
     with reverse_mode_only(name):

@@ -244,11 +244,23 @@ class ProgramCache:
         return [s for s in usable if self.can_read(s, placed.kernels)]
 
     def _fitting(self, placed: Placement, usable: Sequence[Signature]) -> Iterator[Signature]:
-        """Yields the programs that a minibatch fits: reserved ones, and then the smallest first."""
-        for s in sorted(usable, key=lambda s: (s not in self._reserved, sum(s.lanes))):
-            reserved = placed.stacked and s in self._reserved
+        """Yields the programs that a minibatch fits.
+
+        Reserved ones come first, then those that return just what it does, and then the smallest.
+        """
+
+        def order(s: Signature) -> tuple[bool, bool, int]:
+            return s not in self._reserved, not self._returns_all(placed, s), sum(s.lanes)
+
+        for s in sorted(usable, key=order):
+            reserved = s in self._reserved and self._returns_all(placed, s)
             if fits(placed, s, math.inf if reserved else MAX_OVERSIZE):
                 yield s
+
+    @staticmethod
+    def _returns_all(placed: Placement, signature: Signature) -> bool:
+        """Returns whether results are stacked, and are all that a program returns."""
+        return placed.stacked and placed.returned == signature.returned
 
     def reserve(
         self,

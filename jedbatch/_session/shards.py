@@ -225,6 +225,7 @@ def place_shards(
                     returned,
                     options.layout,
                     stacked=stacked,
+                    exact=stacked,
                     keeps=keeps,
                     reuse=reuse,
                 )
