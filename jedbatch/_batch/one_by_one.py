@@ -1,8 +1,8 @@
 """Results one by one, on the host, as streams and servers ask a batched function for them.
 
-Results that are stacked make a program for each number of instances. A list of results does not,
-but to cut it on the device takes a call for each row. So rows are fetched as they are returned, all
-of an arena at once, and cut by NumPy: minibatches of any size run by the same programs.
+To cut a list of results on the device takes a call for each row. So rows are fetched as they are
+returned, all of an arena at once, and cut by NumPy: minibatches of any size run by the same
+programs.
 
 Where some instance fails, so does its minibatch. Which one it was is found by halves, so that a
 minibatch with one that fails takes twice the time, about.

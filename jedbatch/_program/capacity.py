@@ -7,7 +7,7 @@ instead of starting anew makes sizes settle after a few minibatches.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,15 +47,15 @@ class Capacity:
                     return False
         return True
 
-    def joined(self, other: "Capacity", growing: Collection[str] = GROWING_SIZES) -> "Capacity":
+    def joined(self, other: "Capacity") -> "Capacity":
         """Returns the larger of each size; what only the other has comes last.
 
-        What is `growing`, and of which there is more than the other has, is made more by a factor,
-        so that a program seldom has to grow again.
+        Rows, lanes and instructions of which there are more than the other has are made more by a
+        factor, so that a program seldom has to grow again.
         """
 
         def larger(name: str, own: int, others: int) -> int:
-            grows = name in growing and own > others > 0
+            grows = name in GROWING_SIZES and own > others > 0
             return max(own, round_up(GROWTH * others, LARGE_BYTES) if grows else others)
 
         return Capacity(

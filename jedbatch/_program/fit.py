@@ -17,7 +17,6 @@ from jedbatch._layout.access import (
     choose_reading,
 )
 from jedbatch._program.capacity import (
-    GROWING_SIZES,
     MAX_OVERSIZE,
     Capacity,
     result_bytes,
@@ -120,8 +119,8 @@ def make_signature(
     """
     capacity = ample or (placed.ample if model is None else placed.more_ample)
     if model is not None:
-        growing = GROWING_SIZES | {"outputs"} if placed.stacked else GROWING_SIZES
-        capacity = capacity.joined(_without(model, forgotten, placed.arenas), growing)
+        capacity = _with_more_instances(capacity, placed, model)
+        capacity = capacity.joined(_without(model, forgotten, placed.arenas))
     readings: dict[Kernel, tuple[Reading, ...]] = {}
     if model is not None:
         readings |= {k: r for k, r in zip(model.kernels, model.readings, strict=True) if r}
@@ -146,6 +145,16 @@ def make_signature(
     num_needed = len(made.instructions.encode(runs))
     # Depths vary more than sums over instances.
     return replace(made, num_instructions=max(made.num_instructions, round_up(2 * num_needed)))
+
+
+def _with_more_instances(capacity: Capacity, placed: Placement, model: Signature) -> Capacity:
+    """Returns room for results of more instances, if they are stacked and the model had too few."""
+    has_room = all(n <= model.returned.get(kind, 0) for kind, n in placed.returned.items())
+    if has_room or placed.exact or not placed.stacked:
+        return capacity
+    count = placed.graph.num_instances
+    rows = {kind: -(-n // count) * round_up(count) for kind, n in capacity["outputs"].items()}
+    return Capacity({**capacity.sizes, "outputs": rows})
 
 
 def _without(
