@@ -5,12 +5,14 @@ exist. A program that they make up runs for any length up to a capacity (`Expres
 """
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.list_reductions import reduced, without_others
@@ -31,8 +33,10 @@ class Expression:
         results, to all of them.
       result: which of the results of `run` it is; None if `run` returns it alone.
       given: what it is if it is not computed: ("input", k), ("element", leaf), ("length",) or
-        ("one by the length",).
-      reduction: (operation, whether elements were rows of an array) if it reduces elements.
+        ("one by the length",), or ("length", n) of n times the length, and the same of one by it.
+      reduction: (operation, whether elements were rows of an array, axes of each element that are
+        reduced with them) if it reduces elements.
+      alone: of a reduction over axes of each element, what it is for one element.
       joins: the operation of a chain whose result it is; None if it is of no such operation.
       chained: (operation, base, element) if it is an element's part in a chain.
       repeated: (operand, its axes in the value) of a broadcast.
@@ -45,7 +49,8 @@ class Expression:
     run: Callable[..., Any] | None = None
     result: int | None = None
     given: tuple[Any, ...] | None = None
-    reduction: tuple[str, bool] | None = None
+    reduction: tuple[str, bool, tuple[int, ...]] | None = None
+    alone: int | None = None
     joins: str | None = None
     chained: tuple[str, int, int] | None = None
     repeated: tuple[int, tuple[int, ...]] | None = None
@@ -125,6 +130,8 @@ class Expressions:
         x, y = self.all[single], self.all[rolled]
         if y.reduction is not None:
             element, *base = y.args
+            if y.alone is not None:
+                return self.is_of_one(single, y.alone)
             if not base:
                 return self.is_of_one(single, element)
             return x.joins == y.reduction[0] and any(
@@ -135,7 +142,8 @@ class Expressions:
             is_number = y.given[0] in LENGTHS and not (x.args or x.given or x.shape)
             if not is_number or x.dtype != y.dtype or x.run is None:
                 return False
-            return bool(x.value_of(x.run()) == 1)
+            expected = _number(y.given, np.asarray(1, y.dtype), y.dtype)
+            return bool(x.value_of(x.run()) == expected)
         if (x.shape, x.dtype, self._keys[single]) != (y.shape, y.dtype, self._keys[rolled]):
             return False
         return all(self.is_of_one(*pair) for pair in zip(x.args, y.args, strict=True))
@@ -306,5 +314,11 @@ def _given(x: Expression, inputs: dict[int, Array], length: Array) -> Array:
     if kind == "input":
         (k,) = where
         return inputs[k]
-    number = length.astype(x.dtype)
+    return _number(x.given, length, x.dtype)
+
+
+def _number(given: tuple[Any, ...], length: Array, dtype: Dtype) -> Array:
+    """A number that is made of the length."""
+    kind, *each = given
+    number = math.prod(each) * length.astype(dtype)
     return number if kind == "length" else 1 / number

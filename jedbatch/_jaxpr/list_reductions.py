@@ -60,21 +60,23 @@ def without_others(x: Array, exists: Array) -> Array:
     return jnp.where(_of_rows(exists, x), x, lax.stop_gradient(x))
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _extreme(op: str, x: Array, exists: Array) -> Array:
-    """The maximum or minimum of the rows that exist."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _extreme(op: str, axes: tuple[int, ...], x: Array, exists: Array) -> Array:
+    """The maximum or minimum of the rows that exist, over some axes, of which one is that."""
     _, reduce, neutral = FUNCTIONS[op]
-    return reduce(jnp.where(_of_rows(exists, x), x, neutral(x.dtype)), axis=0)
+    return reduce(jnp.where(_of_rows(exists, x), x, neutral(x.dtype)), axis=axes)
 
 
 @_extreme.defjvp
-def _extreme_jvp(op: str, primals: tuple, tangents: tuple) -> tuple[Array, Array]:
+def _extreme_jvp(
+    op: str, axes: tuple[int, ...], primals: tuple, tangents: tuple
+) -> tuple[Array, Array]:
     """Those that are equal to it share the cotangent, but none that does not exist."""
     x, exists = primals
-    total = _extreme(op, x, exists)
-    equal = _of_rows(exists, x) & (x == total[None])
-    moved = jnp.where(equal, tangents[0], 0).sum(0)
-    return total, moved / equal.sum(0).astype(moved.dtype)
+    total = _extreme(op, axes, x, exists)
+    equal = _of_rows(exists, x) & (x == jnp.expand_dims(total, axes))
+    moved = jnp.where(equal, tangents[0], 0).sum(axes)
+    return total, moved / equal.sum(axes).astype(moved.dtype)
 
 
 @jax.custom_jvp
@@ -94,19 +96,22 @@ def _sum_of_few_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return _sum_of_few(x, exists), jnp.where(_of_rows(exists, x), tangents[0], 0).sum(0)
 
 
-def reduced(reduction: tuple[str, bool], values: Sequence[Array], exists: Array) -> Array:
-    """The reduction of the elements that exist, after a base."""
-    op, rows = reduction
+def reduced(
+    reduction: tuple[str, bool, tuple[int, ...]], values: Sequence[Array], exists: Array
+) -> Array:
+    """The reduction of the elements that exist, after a base (see `Expression.reduction`)."""
+    op, rows, axes = reduction
+    all_axes = (0, *(axis + 1 for axis in axes))
     join, reduce, neutral = FUNCTIONS[op]
     x, *base = values
     if rows and op in ("max", "min") and has_gradient(x.dtype):
-        total = _extreme(op, x, exists)
+        total = _extreme(op, all_axes, x, exists)
         return join(*base, total) if base else total
     if op == "add" and len(exists) <= MAX_SUMMED_ONE_BY_ONE and x.dtype in (np.float32, np.float64):
         total = _sum_of_few(x, exists)
         return join(*base, total) if base else total
     if rows or op == "add":
-        total = reduce(jnp.where(_of_rows(exists, x), x, neutral(x.dtype)), axis=0)
+        total = reduce(jnp.where(_of_rows(exists, x), x, neutral(x.dtype)), axis=all_axes)
         total = total.astype(x.dtype)  # of small integers it is wider
         return join(*base, total) if base else total
     total, begin = (base[0], 0) if base else (x[0], 1)

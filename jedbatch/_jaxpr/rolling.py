@@ -8,8 +8,9 @@ that do not exist take no part in reductions.
 
 What can be rolled: functions of one element and of values that are no elements; sums, products,
 maxima, minima and logical reductions of elements in order; arrays that stack one row for each
-element, row-wise operations, reductions and products over their rows, and single rows; lists of
-results, of one for each element; and numbers that are the length, or one divided by it. All else,
+element, row-wise operations, reductions and products over their rows, and single rows; arrays that
+put elements together along an axis of theirs, and the same of these but for rows; lists of results,
+of one for each element; and numbers that are the length, or one divided by it. All else,
 such as positions in the list or elements that meet each other, raises `CannotRollError`. A program
 of one element has no reductions to be seen; whether it is what a rolled one does with one element
 is found out by comparing the two (`list_expressions.Expressions.is_of_one`).
@@ -76,10 +77,14 @@ class Chain(NamedTuple):
 
 
 class StackedElements(NamedTuple):
-    """An array that has a row for each element, along an axis."""
+    """An array that has one row for each element along an axis, or so many as each has there.
+
+    An element's part has that axis if there are rows of `each`; if that is None, it does not.
+    """
 
     id: int
     axis: int
+    each: int | None = None
 
 
 class Roller:
@@ -105,6 +110,7 @@ class Roller:
         self.expressions = expressions
         self.length = length
         self.counts = counts
+        self.each: set[int] = set()  # rows of elements that are put together
         closed = inlined(program)
         self.jaxpr = closed.jaxpr
         self.env: dict[Any, Any] = {}
@@ -149,10 +155,13 @@ class Roller:
         dtype = atom.aval.dtype  # type: ignore[attr-defined]
         number = np.asarray(atom.val, dtype)
         if self.counts and not number.shape and number.dtype.kind in "if":
-            likes = [self.length] if dtype.kind == "i" else [self.length, 1 / self.length]
-            for name, like in zip(LENGTHS, likes, strict=False):
-                if number == np.asarray(like, dtype):
-                    return Single(self.expressions.given((), dtype, name))
+            for each in (None, *sorted(self.each)):
+                total = self.length * (each or 1)
+                likes = [total] if dtype.kind == "i" else [total, 1 / total]
+                for name, like in zip(LENGTHS, likes, strict=False):
+                    if number == np.asarray(like, dtype):
+                        what = (name,) if each is None else (name, each)
+                        return Single(self.expressions.given((), dtype, *what))
         return self._constant((str(dtype), number.tobytes()), number)
 
     def _single(self, value: Any) -> int:
@@ -175,15 +184,29 @@ class Roller:
             raise CannotRollError("a list of results has others than one for each element")
         return index
 
-    def _reduction(self, op: str, rows: bool, index: int, base: int | None = None) -> Single:
+    def _reduction(
+        self,
+        op: str,
+        rows: bool,
+        index: int,
+        base: int | None = None,
+        axes: tuple[int, ...] = (),
+        alone: int | None = None,
+    ) -> Single:
+        """A reduction over all elements, and over axes of each at the same time.
+
+        `alone` is what it is for a list of one element, if that is not the element itself.
+        """
         x = self.expressions.all[index]
         if op in ("and", "or") and x.dtype != bool:
             raise CannotRollError(f"`{op}` of integers")
         if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise CannotRollError(f"`{op}` of complex numbers")
         args = (index,) if base is None else (index, base)
-        expression = Expression(False, args, x.shape, x.dtype, reduction=(op, rows))
-        return Single(self.expressions.add(("reduction", op, rows), expression))
+        shape = tuple(n for axis, n in enumerate(x.shape) if axis not in axes)
+        reduction = op, rows, axes
+        expression = Expression(False, args, shape, x.dtype, reduction=reduction, alone=alone)
+        return Single(self.expressions.add(("reduction", *reduction), expression))
 
     # --- equations ---
 
@@ -264,8 +287,10 @@ class Roller:
         if eqn.primitive.name == "stack":
             return StackedElements(index, eqn.params["axis"])
         axis = eqn.params["dimension"]
-        if self.expressions.all[index].shape[axis] != 1:
-            raise CannotRollError("elements are put together along an axis of theirs")
+        each = self.expressions.all[index].shape[axis]
+        if each != 1:
+            self.each.add(each)
+            return StackedElements(index, axis, each)
         return StackedElements(self._without_axis(index, axis), axis)
 
     def _without_axis(self, index: int, axis: int) -> int:
@@ -301,32 +326,43 @@ class Roller:
             return self._product(eqn, *values)
         if len(values) != 1:
             raise CannotRollError(f"`{name}` of a row for each element")
-        ((index, axis),) = values
-        moved = lambda axes: tuple(a - (a > axis) for a in axes if a != axis)  # noqa: E731
+        ((index, axis, each),) = values
+        kept = each is not None  # the axis, by an element's part
+
+        def moved(axes: Sequence[int]) -> tuple[int, ...]:
+            return tuple(a - (a > axis and not kept) for a in axes if kept or a != axis)
+
         reduction = REDUCTIONS.get(name)
         if reduction is not None:
             axes = params["axes"]
-            if others := moved(axes):
-                index = self.expressions.primitive(
-                    eqn.primitive, params | {"axes": others}, [index]
-                )
-            if axis in axes:
-                return self._reduction(reduction, True, index)
-            return StackedElements(index, axis - sum(a < axis for a in axes))
+            others = moved(axes)
+            reduced = index
+            if others:
+                given = params | {"axes": others}
+                reduced = self.expressions.primitive(eqn.primitive, given, [index])
+            if axis not in axes:
+                return StackedElements(reduced, axis - sum(a < axis for a in axes), each)
+            if others and reduction in ("max", "min"):  # all that are equal share the gradient
+                return self._reduction(reduction, True, index, axes=others, alone=reduced)
+            return self._reduction(reduction, True, reduced)
         if name == "broadcast_in_dim":
             axes, shape = params["broadcast_dimensions"], list(params["shape"])
             place = axes[axis]
-            if shape.pop(place) != self.length:
+            if shape[place] != self.length * (each or 1):
                 raise CannotRollError("rows of one element are repeated")
-            kept = [a - (a > place) for k, a in enumerate(axes) if k != axis]
-            params |= {"shape": tuple(shape), "broadcast_dimensions": tuple(kept)}
+            if each is not None:
+                params["shape"] = (*shape[:place], each, *shape[place + 1 :])
+            else:
+                of_element = [a - (a > place) for k, a in enumerate(axes) if k != axis]
+                params["shape"] = (*shape[:place], *shape[place + 1 :])
+                params["broadcast_dimensions"] = tuple(of_element)
         elif name == "transpose":
             place = params["permutation"].index(axis)
             params["permutation"] = moved(params["permutation"])
         elif name == "squeeze" and axis not in params["dimensions"]:
             place = axis - sum(a < axis for a in params["dimensions"])
             params["dimensions"] = moved(params["dimensions"])
-        elif name == "slice":
+        elif name == "slice" and each is None:
             return self._row(eqn, index, axis)
         elif name == "reshape":
             shape = list(params["new_sizes"])
@@ -335,17 +371,18 @@ class Roller:
                 (
                     k
                     for k, n in enumerate(shape)
-                    if n == self.length and np.prod(shape[:k]) == np.prod(before)
+                    if n == self.length * (each or 1) and np.prod(shape[:k]) == np.prod(before)
                 ),
                 -1,
             )
             if place < 0:
                 raise CannotRollError("rows of elements are put together")
-            del shape[place]
+            shape[place : place + 1] = [] if each is None else [each]
             params["new_sizes"] = tuple(shape)
         else:
             raise CannotRollError(f"`{name}` of a row for each element")
-        return StackedElements(self.expressions.primitive(eqn.primitive, params, [index]), place)
+        made = self.expressions.primitive(eqn.primitive, params, [index])
+        return StackedElements(made, place, each)
 
     def _row(self, eqn: Equation, index: int, axis: int) -> Element:
         """The row of one element."""
@@ -358,26 +395,45 @@ class Roller:
 
     def _elementwise(self, eqn: Equation, values: Sequence[Any]) -> StackedElements:
         """The result of an operation that computes each element of an array by itself."""
-        axes = {x.axis for x in values if isinstance(x, StackedElements)}
+        axes = {(x.axis, x.each) for x in values if isinstance(x, StackedElements)}
         if len(axes) != 1:
             raise CannotRollError("rows meet along other axes")
-        (axis,) = axes
+        ((axis, each),) = axes
         ids = [
-            x.id if isinstance(x, StackedElements) else self._without_axis(x.id, axis)
+            x.id if isinstance(x, StackedElements) else self._of_element(x.id, axis, each)
             for x in values
         ]
         function = _known_function(eqn)
         if function is not None:
             run = lambda value: [function(value)]  # noqa: E731
-            return StackedElements(self.expressions.operation(function, run, ids)[0], axis)
-        return StackedElements(
-            self.expressions.primitive(eqn.primitive, dict(eqn.params), ids), axis
-        )
+            made = self.expressions.operation(function, run, ids)[0]
+        else:
+            made = self.expressions.primitive(eqn.primitive, dict(eqn.params), ids)
+        return StackedElements(made, axis, each)
+
+    def _of_element(self, index: int, axis: int, each: int | None) -> int:
+        """What an element meets of a value that is the same for all, see `StackedElements`."""
+        x = self.expressions.all[index]
+        if each is None or not x.shape:
+            return self._without_axis(index, axis)
+        source, axes = x.repeated or (index, ())
+        if x.shape[axis] == 1:
+            source, axes = index, tuple(range(len(x.shape)))
+        elif x.repeated is None or axis in axes:
+            raise CannotRollError("an array has other rows for the elements than theirs")
+        shape = (*x.shape[:axis], each, *x.shape[axis + 1 :])
+        run = lambda value: [lax.broadcast_in_dim(value, shape, axes)]  # noqa: E731
+        key = "broadcast", shape, axes
+        return self.expressions.operation(key, run, [source], repeated=(source, axes))[0]
 
     def _product(self, eqn: Equation, left: Any, right: Any) -> StackedElements | Single:
         """The result of a matrix product."""
         contracted, batch = eqn.params["dimension_numbers"]
         axes = [x.axis if isinstance(x, StackedElements) else None for x in (left, right)]
+        rows = {x.each for x in (left, right) if isinstance(x, StackedElements)}
+        if len(rows) != 1:
+            raise CannotRollError("rows meet those of other elements")
+        (each,) = rows
 
         def dims(pair: Any, keep: bool) -> Any:
             """Axes without that of the elements, which they may share, or not."""
@@ -399,12 +455,14 @@ class Roller:
 
         met, together = shares(contracted), shares(batch)
         params = dict(eqn.params)
-        params["dimension_numbers"] = dims(contracted, met is None), dims(batch, together is None)
+        if each is None:
+            numbers = dims(contracted, met is None), dims(batch, together is None)
+            params["dimension_numbers"] = numbers
         index = self.expressions.primitive(eqn.primitive, params, [left.id, right.id])
         if met is not None:
             return self._reduction("add", True, index)
         if together is not None:
-            return StackedElements(index, together)
+            return StackedElements(index, together, each)
         if None not in axes:
             raise CannotRollError("elements meet each other")
         ((side, axis),) = [(k, a) for k, a in enumerate(axes) if a is not None]
@@ -414,11 +472,13 @@ class Roller:
             for n, c, b in zip(ndims, contracted, batch, strict=True)
         ]
         place = len(batch[0]) + (len(free[0]) if side else 0) + free[side].index(axis)
-        return StackedElements(index, place)
+        return StackedElements(index, place, each)
 
     def _shape(self, x: Any) -> tuple[int, ...]:
+        """A shape with as many axes."""
         shape = self.expressions.all[x.id].shape
-        return (*shape, self.length) if isinstance(x, StackedElements) else shape  # as many axes
+        lacks_one = isinstance(x, StackedElements) and x.each is None
+        return (*shape, self.length) if lacks_one else shape
 
 
 def _known_function(eqn: Equation) -> Callable | None:
