@@ -416,11 +416,11 @@ class Roller:
         x = self.expressions.all[index]
         if each is None or not x.shape:
             return self._without_axis(index, axis)
-        source, axes = x.repeated or (index, ())
-        if x.shape[axis] == 1:
-            source, axes = index, tuple(range(len(x.shape)))
-        elif x.repeated is None or axis in axes:
+        if x.shape[axis] == 1:  # which operations repeat by themselves
+            return index
+        if x.repeated is None or axis in x.repeated[1]:
             raise CannotRollError("an array has other rows for the elements than theirs")
+        source, axes = x.repeated
         shape = (*x.shape[:axis], each, *x.shape[axis + 1 :])
         run = lambda value: [lax.broadcast_in_dim(value, shape, axes)]  # noqa: E731
         key = "broadcast", shape, axes

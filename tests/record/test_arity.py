@@ -63,7 +63,17 @@ def looked_up(w, x, *states):
     return w[jnp.argmax(x)] * sum(h for h, _ in states) / len(states), x
 
 
-ALIKE = [child_sum, attention, means, in_order, together, looked_up]
+def end_to_end(w, x, *states):
+    """Arrays in which each element has several rows."""
+    both = jnp.concatenate([h for h, _ in states]), jnp.concatenate([c for _, c in states])
+    scores = jax.nn.softmax(both[0])
+    columns = jnp.concatenate([h[None] * c[:, None] for h, c in states], axis=1)
+    centered = (both[1] - both[1].mean()) ** 2
+    total = scores @ both[1] + centered.mean() + both[0].max() * both[1].min()
+    return total * x, jnp.tanh(w @ columns).sum(1) + columns.T.max(0)
+
+
+ALIKE = [child_sum, attention, means, in_order, together, looked_up, end_to_end]
 
 
 def difference(w, x, *states):
@@ -107,7 +117,7 @@ def parts(expressions):
     return [expressions.given((2,), np.dtype(np.float32), "element", leaf) for leaf in range(2)]
 
 
-@pytest.mark.parametrize("cell", mostly_slow(ALIKE, "child_sum", "looked_up"))
+@pytest.mark.parametrize("cell", mostly_slow(ALIKE, "child_sum", "end_to_end"))
 def test_programs_of_lists_are_rolled_up(cell):
     expressions = Expressions(Keys().params_key)
     results = {rolled(expressions, cell, length, counts=True) for length in (3, 4, 7)}
@@ -173,7 +183,7 @@ def test_operations_with_many_results_run_once():
     assert_close((*program(*args),), in_parts(W, None, *[(jnp.ones(2),) * 2] * 3), 1e-6)
 
 
-@pytest.mark.parametrize("cell", [child_sum, attention, together, looked_up])
+@pytest.mark.parametrize("cell", [child_sum, attention, together, looked_up, end_to_end])
 def test_programs_of_one_element_are_recognized(cell):
     """They have no reductions; what is said of longer lists is what they do, and of others not."""
     expressions = Expressions(Keys().params_key)
@@ -499,3 +509,21 @@ def test_long_chains(length):
         return cell(*(rows[k] + 0.2 for k in chosen))
 
     check(fn, values, lists, rtol=1e-4)
+
+
+def test_equal_elements_share_the_gradient_of_an_extreme():
+    """All entries that are equal, whatever element they are of."""
+    draws = np.random.default_rng(3)
+    sizes = (3, 1, 5, 7, 2, 6)
+    lists = [list(draws.choice([-2.0, 1.0, 2.0], (n, 4)).astype(np.float32)) for n in sizes]
+    for join in (jnp.concatenate, jnp.stack):
+
+        @jedbatch.cell
+        def extremes(xs, join=join):
+            return join(xs).max() - 3 * join(xs).min()
+
+        def fn(p, xs, extremes=extremes):
+            return extremes([p * x for x in xs])
+
+        batched = check(fn, jnp.ones(4), lists)
+        assert types_of(batched.plan(jnp.ones(4), lists)) <= 5

@@ -82,6 +82,13 @@ def rows_put_together(w, xs):
     return attend(w, jnp.vstack(xs)) + attend(w, jnp.concatenate([x[None] for x in xs]))
 
 
+def end_to_end(w, xs):
+    """Vectors put together to a longer one."""
+    vectors = jnp.concatenate(xs)
+    largest = jnp.concatenate([jnp.sin(x) * w["q"] for x in xs]).max()
+    return jax.nn.softmax(vectors) @ vectors + largest * w["q"] + vectors.mean()
+
+
 def by_number(w, xs):
     """Results of a list are read row by row."""
     hidden = jnp.tanh(jnp.stack(xs) @ w["w"])
@@ -114,12 +121,13 @@ PROGRAMS = {
     in_a_cell: 5,
     last_axis: 3,
     rows_put_together: 6,
+    end_to_end: 14,
     by_number: 13,
     by_number_backwards: 7,
 }
 
 
-FAST = "two_lists", "read_early", "one_after_the_other", "after_a_learned_one"
+FAST = "two_lists", "read_early", "end_to_end", "one_after_the_other", "after_a_learned_one"
 
 
 @pytest.mark.parametrize("fn", mostly_slow(PROGRAMS, *FAST))

@@ -15,6 +15,9 @@ where the operations are the same.
 Where rows of a list's results are read one by one (`softmax(jnp.stack(scores))[k]`), the node
 has a result for each element, and `value[k]` is one of them.
 
+Vectors that are put end to end, as in `jnp.concatenate(values).max()`, are such a stack as well,
+whose axis is as long as all of them, if the operations can be rolled up.
+
 All uses of a list are one node as long as all instances use it equally often; else each use of the
 list is a node (see `_record.granularity.list_uses`).
 
@@ -76,10 +79,11 @@ class StackedLists:
         self._num_seen = 0
         self._length: dict[int, int] = {}  # by the type of a stack
         self._axis: dict[int, int] = {}
+        self._each: dict[int, int] = {}  # rows of an element along it
         self._family: dict[int, Hashable] = {}  # what stacks that differ in length have in common
         self._lengths: dict[Hashable, set[int]] = {}
         self._num_uses: dict[Hashable, dict[int, set[int]]] = {}  # and lengths, by the number
-        self._call_specs: dict[Hashable, CallSpec] = {}
+        self._call_specs: dict[Hashable, CallSpec | None] = {}
         self._templates: dict[ListTemplate, set[int]] = {}  # with the lengths they were found with
         self.axes = ListAxes(registry)
 
@@ -114,6 +118,7 @@ class StackedLists:
                 self._lengths.setdefault(family, set()).add(length)
                 self.revision += self._is_many(family) and not was_many
                 self._family[t], self._length[t], self._axis[t] = family, length, axis
+                self._each[t] = types[t].results[0].shape[axis] // length
         self._num_seen = len(types)
 
     def note_uses(self, stacks: Sequence[int], num_uses: int) -> None:
@@ -150,6 +155,10 @@ class StackedLists:
         """The number of elements of a stack."""
         return self._length[node_type]
 
+    def each(self, node_type: int) -> int:
+        """The number of rows that each element of a stack has along its axis."""
+        return self._each[node_type]
+
     def call_spec(
         self,
         pattern: Pattern,
@@ -158,8 +167,9 @@ class StackedLists:
         unstacked: int,
         lists: int,
         length: int,
-    ) -> CallSpec:
-        """Returns how to record operations on lists.
+        must_roll: bool,
+    ) -> CallSpec | None:
+        """Returns how to record operations on lists; None if they must be rolled up and cannot be.
 
         Args:
           pattern: what they compute.
@@ -168,6 +178,7 @@ class StackedLists:
           unstacked: those of them whose rows are results, which come first, as bits.
           lists: how many lists there are.
           length: of each.
+          must_roll: whether operations are recorded if they can be rolled up alone.
         """
         key = ("lists", *pattern, leaving, unstacked)
         if key in self._call_specs:
@@ -178,8 +189,15 @@ class StackedLists:
         call = _with_rows(pattern_call(registry, pattern, shared, leaving), leaving, unstacked)
         name = f"{types[0].name}..{types[-1].name}"
         call_spec = registry.call_spec(name, key, call, shared, kinds, user_code=False)
-        self._call_specs[key] = call_spec
         others = [0] * (len(kinds) - lists * length)
+        if must_roll:
+            roles: list[tuple] = [("input", k) for k in range(len(shared))]
+            roles += [("element", leaf, k) for leaf in range(lists) for k in range(length)]
+            roles += [("input", len(shared) + k) for k in range(len(others))]
+            if self.axes.of_results(call_spec.node_type, roles, length) is None:
+                self._call_specs[key] = None
+                return None
+        self._call_specs[key] = call_spec
         args = (*([0] * length for _ in range(lists)), *others)
         names = tuple(t.name for t in types)
         cell = ("lists", names, leaving, unstacked, lists, len(others))
@@ -225,9 +243,11 @@ def _stacked_axis(node_type: NodeType) -> int | None:
         return None
     shape, element = tuple(results[0].shape), tuple(operands[0].shape)
     for axis in range(len(shape)):
-        after = axis + (node_type.name == "concatenate")  # of elements of one row each
-        row = element[axis:after]
-        if set(row) <= {1} and shape == (*element[:axis], len(operands), *element[after:]):
+        if node_type.name == "concatenate":
+            extent, after = len(operands) * element[axis], element[axis + 1 :]
+        else:
+            extent, after = len(operands), element[axis:]
+        if extent and shape == (*element[:axis], extent, *after):
             return axis
     return None
 
@@ -255,6 +275,7 @@ class _Merging(RecordedNodes):
       lists: what is known of stacks.
       sorted_stacks: the nodes that stack a list.
       axis_of: the axis that is as long as a list, by value or input.
+      each_of: the rows of each element along it, by value.
     """
 
     def __init__(self, lists: StackedLists, nodes: NodeArrays, stacks: np.ndarray):
@@ -262,6 +283,7 @@ class _Merging(RecordedNodes):
         self.lists = lists
         self.sorted_stacks = stacks.tolist()
         self.axis_of: dict[int, int] = {}
+        self.each_of: dict[int, int] = {}
 
     def merged(self) -> Merged | None:
         """Returns the nodes, with those of a region as one; None if there is no region."""
@@ -399,9 +421,11 @@ class _Merging(RecordedNodes):
                 set() if n in self.stacks else {listed[r] for r in self.reads(n) if r in listed}
             )
             if n in self.stacks:
-                length_of[n] = self.lists.length(self.node_type[n])
+                each = self.lists.each(self.node_type[n])
+                length_of[n] = self.lists.length(self.node_type[n]) * each
             elif makers and not self.picks(n):
                 length_of[n] = length_of[next(iter(makers))]
+                each = max(self.each_of[r] for r in self.reads(n) if r in listed)
             else:
                 continue
             for m in makers:
@@ -409,10 +433,10 @@ class _Merging(RecordedNodes):
             if n in self.stacks:
                 axes: Sequence[int | None] = (self.lists.axis(self.node_type[n]),)
             else:
-                axes = self._axes_of_results(n, length_of[n])
+                axes = self._axes_of_results(n, length_of[n], each)
             for v, axis in zip(self.values(n), axes, strict=True):
                 if axis is not None:
-                    listed[v], self.axis_of[v] = n, axis
+                    listed[v], self.axis_of[v], self.each_of[v] = n, axis, each
         together: dict[int, list[int]] = {}
         for n in length_of:
             together.setdefault(connected.find(n), []).append(n)
@@ -430,14 +454,17 @@ class _Merging(RecordedNodes):
             )
         return groups
 
-    def _axes_of_results(self, node: int, length: int) -> Sequence[int | None]:
-        """Returns the axes of results that are as long as a list, and notes those of inputs."""
+    def _axes_of_results(self, node: int, length: int, each: int) -> Sequence[int | None]:
+        """Returns the axes of results that are as long as a list, and notes those of inputs.
+
+        Inputs may have a row for each element, but not `each` more than one.
+        """
         reads = self.reads(node)
         types = self.registry.node_types[self.node_type[node]].operands
         inputs = [
             k
             for k, (r, kind) in enumerate(zip(reads, types, strict=True))
-            if r < 0 and kind.shape[:1] == (length,) and self.is_given(r)
+            if each == 1 and r < 0 and kind.shape[:1] == (length,) and self.is_given(r)
         ]
         known = [self.axis_of.get(r) for r in reads]
         operands, results = self.lists.axes.find(self.node_type[node], known, length, inputs)
@@ -491,7 +518,9 @@ class _Merging(RecordedNodes):
         values = [*given, *(v for n in members for v in self.values(n))]
         slots = {v: k for k, v in enumerate(values)}
         stacks = [n for n in members if n in self.stacks]
-        length = max(use.lengths) if use else self.lists.length(self.node_type[stacks[0]])
+        lengths = {self.lists.length(self.node_type[n]) for n in stacks}
+        length = max(lengths or (use.lengths if use else ()))
+        must_roll = any(self.lists.each(self.node_type[n]) > 1 for n in stacks)
         if use:
             inside = set(use.nodes)
             of_use = (v for n in use.nodes for v in self.values(n))
@@ -512,7 +541,8 @@ class _Merging(RecordedNodes):
         own_types += [self.node_type[n] for n in members]
         types = [self.registry.node_types[t] for t in own_types]
         is_packed = any(is_ragged(x.shape) for t in types for x in (*t.operands, *t.results))
-        if not (listed or left) or is_packed or any(r in slots for r in elements):
+        is_one = len(lengths) < 2 and not is_packed
+        if not (listed or left) or not is_one or any(r in slots for r in elements):
             return None
         position = {n: (k + len(given)) * length for k, n in enumerate(stacks)}
         once: dict[int, int] = {}
@@ -542,14 +572,18 @@ class _Merging(RecordedNodes):
             sum(1 << slots[v] for v in listed),
             len(given) + len(stacks),
             length,
+            must_roll,
         )
+        if call_spec is None:
+            return None
         nodes, read_apart = (use.nodes, use.stacks) if use else (members, [])
         of = nodes[0] if group is None else group
         return ListRegion(of, nodes, call_spec, read, length, listed, left, read_apart)
 
     def _has_rows(self, value: int) -> bool:
         """Returns whether a value can be given as rows, one for each of few elements."""
-        first = value not in self.returned and self.axis_of.get(value) == 0
+        is_given = value not in self.returned and self.each_of.get(value, 1) == 1
+        first = is_given and self.axis_of.get(value) == 0
         return first and self.type_of(value).shape[0] <= LONG
 
     def _row_kind(self, value: int) -> int:
