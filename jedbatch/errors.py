@@ -178,15 +178,15 @@ class ManyTypesWarning(PerformanceWarning):
     the same shapes, on the same weights. Types multiply where instances differ in the shapes of
     arrays, in the number of operands of an operation (`jnp.concatenate` of a Python list), or in
     what operations close over. Cells that take lists share types whatever their lengths, if they
-    treat all elements alike; so do operations on `jnp.stack` of a list, and on rows put together by
-    `jnp.concatenate`, until no axis is as long as the list.
+    treat all elements alike; so do operations on `jnp.stack` of a list, and on rows or vectors put
+    together by `jnp.concatenate`, until no axis is as long as the list.
 
     **Cure.** Put what is done with a list into a cell that takes the list. Pass what differs as an
     array that belongs to the instance, or as a positional argument of a cell. Fold lists by a cell
     of two operands. Pad to a few shapes:
 
         # instead of                          write
-        jnp.concatenate(children).max()       largest(*children)                 # a cell
+        jnp.concatenate(children)[-1]         children[-1][-1]
     """
 
 
