@@ -152,8 +152,7 @@ class Stepwise:
 
     def _split(self, outputs: PyTree) -> Pieces:
         signature = self._latest.workspace.signature
-        assert signature is not None
-        return split_outputs(outputs, self._latest.form, signature.arenas)
+        return split_outputs(outputs, self._latest.form, signature.arenas if signature else ())
 
     def _differentiable(self, moving: bool) -> Callable:
         """Returns the function to differentiate; arrays of instances are traced if `moving`."""

@@ -244,23 +244,16 @@ class ProgramCache:
         return [s for s in usable if self.can_read(s, placed.kernels)]
 
     def _fitting(self, placed: Placement, usable: Sequence[Signature]) -> Iterator[Signature]:
-        """Yields the programs that a minibatch fits.
+        """Yields the programs that a minibatch fits: reserved ones, then those for as many results.
 
-        Reserved ones come first, then those that return just what it does, and then the smallest.
+        Of others the smallest comes first.
         """
-
-        def order(s: Signature) -> tuple[bool, bool, int]:
-            return s not in self._reserved, not self._returns_all(placed, s), sum(s.lanes)
-
+        equal = {s for s in usable if placed.stacked and placed.returned == s.returned}
+        order = lambda s: (s not in self._reserved, s not in equal, sum(s.lanes))  # noqa: E731
         for s in sorted(usable, key=order):
-            reserved = s in self._reserved and self._returns_all(placed, s)
+            reserved = s in self._reserved and s in equal
             if fits(placed, s, math.inf if reserved else MAX_OVERSIZE):
                 yield s
-
-    @staticmethod
-    def _returns_all(placed: Placement, signature: Signature) -> bool:
-        """Returns whether results are stacked, and are all that a program returns."""
-        return placed.stacked and placed.returned == signature.returned
 
     def reserve(
         self,
