@@ -290,18 +290,19 @@ class Batched(Generic[*Given, Result]):
         on_host: bool = False,
     ) -> Any:
         """Runs the function where it decides on values; `on_host` as `_results_on_host` does."""
-        keys, arrays = keys_and_arrays(instances)
-        call = Stepwise(
-            self._fn,
-            session,
-            instances,
-            self._arguments.join,
-            self._policy,
-            functools.partial(self._results, stacked=False if on_host else None),
-            on_host=on_host,
-            keys=keys if self._options.key is None else None,
-        )
         with self._planning:
+            keys, arrays = keys_and_arrays(instances, self._recording.classes)
+            self._environment.meet(self._recording.classes)
+            call = Stepwise(
+                self._fn,
+                session,
+                instances,
+                self._arguments.join,
+                self._policy,
+                functools.partial(self._results, stacked=False if on_host else None),
+                on_host=on_host,
+                keys=keys if self._options.key is None else None,
+            )
             reached, compiled = self._environment.look(), session.programs.compilations
             before = compiled["round"]
             try:

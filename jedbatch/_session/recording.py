@@ -49,13 +49,18 @@ def keyed(
 
 
 def keys_and_arrays(
-    instances: Sequence[tuple],
+    instances: Sequence[tuple], classes: ClassesMet
 ) -> tuple[Sequence[Hashable | None], list[list[Any]]]:
-    """Returns the keys of instances and their arrays, given the mapped arguments of each."""
+    """Returns the keys of instances and their arrays.
+
+    Args:
+      instances: the mapped arguments of each.
+      classes: as of `instance_key`.
+    """
     written = keys_with_arrays(_subjects(instances), _DTYPES)
     if written is not None:
         return written
-    found = list(itertools.starmap(keyed, enumerate(instances)))
+    found = [keyed(i, instance, classes) for i, instance in enumerate(instances)]
     return [key for key, _ in found], [arrays for _, arrays in found]
 
 

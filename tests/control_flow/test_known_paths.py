@@ -1,5 +1,6 @@
 """Instances that go along paths known from earlier calls, against the plain loop."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -180,6 +181,32 @@ def test_what_is_read_besides(monkeypatch):
     called(batched, W, minibatch, 4)
     for scale in (2.0, 1.0):
         monkeypatch.setitem(globals(), "SCALE", scale)
+        assert_close(batched(W, minibatch), loop(fn, W, minibatch), 1e-5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Settled:
+    """A start, and a factor that all of its class have."""
+
+    start: np.ndarray
+    factor = 1.0
+
+
+def test_classes_that_come_later(monkeypatch):
+    """What objects read of their class, which no instance of the first call had."""
+
+    def fn(w, instance):
+        h, done = shrink(w, getattr(instance, "start", instance), 1.0)
+        factor = getattr(instance, "factor", 0.5)
+        return h * factor if done else h + factor
+
+    batched = jedbatch.batch(fn)
+    minibatch = [np.full(3, s, np.float32) for s in (1, 2)]
+    called(batched, W, minibatch, 1)
+    minibatch = [Settled(x) for x in minibatch]
+    called(batched, W, minibatch, 4)
+    for factor in (2.0, 3.0):
+        monkeypatch.setattr(Settled, "factor", factor)
         assert_close(batched(W, minibatch), loop(fn, W, minibatch), 1e-5)
 
 
