@@ -291,18 +291,12 @@ class Batched(Generic[*Given, Result]):
     ) -> Any:
         """Runs the function where it decides on values; `on_host` as `_results_on_host` does."""
         with self._planning:
-            keys, arrays = keys_and_arrays(instances, self._recording.classes)
+            found, arrays = keys_and_arrays(instances, self._recording.classes)
             self._environment.meet(self._recording.classes)
-            call = Stepwise(
-                self._fn,
-                session,
-                instances,
-                self._arguments.join,
-                self._policy,
-                functools.partial(self._results, stacked=False if on_host else None),
-                on_host=on_host,
-                keys=keys if self._options.key is None else None,
-            )
+            given = self._fn, session, instances, self._arguments.join, self._policy
+            results_of = functools.partial(self._results, stacked=False if on_host else None)
+            keys = found if self._options.key is None else None
+            call = Stepwise(*given, results_of, on_host=on_host, keys=keys)
             reached, compiled = self._environment.look(), session.programs.compilations
             before = compiled["round"]
             try:
