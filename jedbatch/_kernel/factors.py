@@ -90,7 +90,7 @@ def _sums_elsewhere(eqn: Equation, transposes: dict[Var, Equation]) -> bool:
 
     XLA looks through transposes.
     """
-    (summed, others), (batch, _) = eqn.params["dimension_numbers"]
+    (summed, others), (batch, others_batch) = eqn.params["dimension_numbers"]
     first, second = (v.aval for v in eqn.invars)
     source, axes = eqn.invars[0], tuple(summed)
     while isinstance(source, Var) and source in transposes:
@@ -100,7 +100,7 @@ def _sums_elsewhere(eqn: Equation, transposes: dict[Var, Equation]) -> bool:
     free = [first.size, second.size]
     for axis in (*summed, *batch):
         free[0] //= max(1, first.shape[axis])
-    for axis in (*others, *batch):
+    for axis in (*others, *others_batch):
         free[1] //= max(1, second.shape[axis])
     return not is_last and min(free) > 1
 

@@ -26,6 +26,10 @@ PRODUCTS = {
     "transposed": (lambda a, b, w: (b[0].T @ a[0]).T, 1),
     "transposed beside another": (lambda a, b, w: (b[0].T @ a[0]).T + a[0].T @ b[0], 2),
     "transposed and read twice": (lambda a, b, w: (x := b[0].T @ a[0]).T @ x, 2),
+    "batch elsewhere": (
+        lambda a, b, w: lax.dot_general(a.T, b[:, :, 0], (((1,), (1,)), ((2,), (0,)))),
+        0,
+    ),
     "vector": (lambda a, b, w: a[0].T @ b[0, :, 0], 0),
     "weight": (lambda a, b, w: w.T @ b[0], 0),
     "weights": (lambda a, b, w: (w.T @ w) * a[0, 0, 0], 0),
