@@ -23,7 +23,7 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jedbatch._control_flow.depths import MAX_STEPS, ROW_WORK
-from jedbatch._control_flow.scripts import same_number
+from jedbatch._jaxpr.identity import typed_or_same
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.instance_arrays import array_type, is_array
 from jedbatch._session.program_cache import ProgramCache
@@ -71,12 +71,12 @@ class Written(NamedTuple):
 
 
 def _same_input(x: Any, y: Any) -> bool:
-    if same_number(x, y):
-        return True
     if type(x) is tuple:  # where in an array of the instance
         return type(y) is tuple and x == y
-    is_known = is_array(x) and is_array(y) and array_type(x) == array_type(y)
-    return is_known and not is_key(x.dtype) and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    if not is_array(x):  # a number
+        return x is y or typed_or_same(x) == typed_or_same(y)
+    is_known = is_array(y) and array_type(x) == array_type(y) and not is_key(x.dtype)
+    return is_known and np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
 @dataclass(eq=False, slots=True)

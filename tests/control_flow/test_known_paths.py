@@ -129,6 +129,22 @@ def test_python_does_not_run():
     assert batched.compilations == compilations
 
 
+def test_python_does_not_run_where_jax_or_numpy_brings_numbers():
+    """`%` brings literals of JAX; they and scalars of NumPy are numbers like others."""
+
+    def wrapped(w, x):
+        x = (w @ x) % 1.0
+        return x * np.float32(0.5) if x[0] > 0.5 else x
+
+    fn, ran = counted(wrapped)
+    batched = jedbatch.batch(fn)
+    for seed in range(5):
+        ran.clear()
+        minibatch = [x["start"] for x in instances_of(seed, 8)]
+        assert_close(batched(W, minibatch), loop(wrapped, W, minibatch), 1e-5)
+    assert not ran
+
+
 def test_an_exact_guess_is_one_round(planned):
     """Each of them has a key of its own, and goes exactly as far as it did before."""
     batched = jedbatch.batch(settle)
