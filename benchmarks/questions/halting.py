@@ -27,8 +27,12 @@ Rows are steps of single instances: those needed, and those that `vmap` makes. R
 are compared with the loop's before anything is timed. All run in turns in one process, each warmed
 up; the table has milliseconds per minibatch, medians, and in brackets the quartiles of the ratios
 of neighbouring runs. The loops are timed on a few instances, and scaled up by numbers of steps.
+With `--minibatches N` the three sides that take minibatches get N in turn, of other arrays each, so
+that nobody knows when an instance will stop; without, the same again and again.
 """
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -129,10 +133,16 @@ def depths(distribution: str, count: int) -> list[int]:
 Instance = tuple[np.ndarray, float]
 
 
-def instances_of(work: Workload, distribution: str, count: int, size: int) -> list[Instance]:
-    rng = np.random.default_rng(1)
+def instances_of(
+    work: Workload, distribution: str, count: int, size: int, number: int = 0
+) -> list[Instance]:
+    """Minibatch `number`: of the first, paces are numbers of Python, of others arrays."""
+    rng = np.random.default_rng(1 + number)
     xs = rng.normal(size=(count, size)).astype(np.float32)
-    return [(x, work.pace(d)) for x, d in zip(xs, depths(distribution, count), strict=True)]
+    paces: list[Any] = list(map(work.pace, depths(distribution, count)))
+    if number:
+        paces = list(rng.permutation(np.array(paces, np.float32)))
+    return [(x, np.asarray(pace) if number else pace) for x, pace in zip(xs, paces, strict=True)]
 
 
 # --- the sides ---
@@ -192,25 +202,32 @@ def measure(
     loop = by_python(work, common.jit(work.step))
     one = common.jit(by_lax(work))
     every = common.jit(jax.vmap(by_lax(work), (None, 0, 0)))
+    numbers = range(1, 1 + args.minibatches) if args.minibatches > 1 else range(1)
+    minibatches = [instances_of(work, distribution, count, size, n) for n in numbers]
 
-    def run_vmap() -> tuple:
+    def in_turn(run: Callable[[list[Instance]], Any]) -> Callable[[], Any]:
+        """Returns a function that runs the next minibatch."""
+        following = itertools.cycle(minibatches)
+        return lambda: run(next(following))
+
+    def run_vmap(minibatch: list[Instance] = minibatch) -> tuple:
         xs = np.stack([x for x, _ in minibatch])
         return every(params, xs, np.array([pace for _, pace in minibatch], np.float32))
 
     runs = [
         lambda: [loop(params, i) for i in few],
         lambda: [one(params, *i) for i in few],
-        run_vmap,
+        in_turn(run_vmap),
     ]
     expected = [loop(params, i) for i in minibatch]
     check(expected[: len(few)], runs[1](), "compiled")
     check(expected, unstack(run_vmap()), "vmap")
     if not args.baselines:
         batched = jedbatch.batch(by_python(work, jedbatch.cell(work.step, name=name)))
-        runs.append(lambda: batched(params, minibatch))
+        runs.append(in_turn(functools.partial(batched, params)))
         check(expected, unstack(batched(params, minibatch)), "jedbatch")
         with_lax = jedbatch.batch(lambda params, instance: by_lax(work)(params, *instance))
-        runs.append(lambda: with_lax(params, minibatch))
+        runs.append(in_turn(functools.partial(with_lax, params)))
         check(expected, unstack(with_lax(params, minibatch)), "with lax")
     times = common.interleaved(runs, args.seconds, least=5)
     steps = [n for _, n in expected]
@@ -234,6 +251,9 @@ def main() -> None:
     parser.add_argument("--batch", type=common.numbers, default=[8, 64], help="such as 8,64")
     parser.add_argument("--few", type=int, default=16, help="instances the loops run (%(default)s)")
     parser.add_argument("--seconds", type=float, default=6, help="per row (%(default)s)")
+    parser.add_argument(
+        "--minibatches", type=int, default=1, help="of other arrays each, in turn (%(default)s)"
+    )
     parser.add_argument("--baselines", action="store_true", help="time the other sides only")
     args = parser.parse_args()
     if args.quick:
