@@ -224,7 +224,7 @@ class Batched(Generic[*Given, Result]):
         return self._run(plan, leaves, plan.inputs)
 
     def _unless_decides(self, session: Session, make: Callable[[Callable], Made]) -> Made | None:
-        """What is made of all that is computed; None if the function decides on values on the way.
+        """Returns what is made of all that is computed; None if the function decides on values.
 
         `make` is given what to call when a value is read.
         """

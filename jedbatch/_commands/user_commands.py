@@ -79,7 +79,7 @@ def bench(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Times:
-    """What a function took, in one way.
+    """The times that a function took, in one way.
 
     Attributes:
       seconds: for each of `COLUMNS`, a minibatch in each round.

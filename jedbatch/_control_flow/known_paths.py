@@ -45,7 +45,7 @@ class InstanceResult(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a stretch records.
+    """The recording of a stretch.
 
     Attributes:
       calls: int64[N], the ids of call specs.
@@ -81,7 +81,7 @@ def _same_input(x: Any, y: Any) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Stretch:
-    """What an instance records between two decisions.
+    """The part of a recording between two decisions of an instance.
 
     Attributes:
       begin: the numbers of its first value and its first input.
@@ -239,7 +239,7 @@ class Block(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Known:
-    """What is known of instances of one key.
+    """The paths that instances of one key took.
 
     Attributes:
       first: the stretch that they begin with; None if nothing was learned.

@@ -412,7 +412,7 @@ class Roller:
         return StackedElements(made, axis, each)
 
     def _of_element(self, index: int, axis: int, each: int | None) -> int:
-        """What an element meets of a value that is the same for all, see `StackedElements`."""
+        """The part that an element meets of a value that all share, see `StackedElements`."""
         x = self.expressions.all[index]
         if each is None or not x.shape:
             return self._without_axis(index, axis)

@@ -220,7 +220,7 @@ class Target:
         return max(self.chunk_work, LEAST_START * work)
 
     def _start(self, work: int) -> int:
-        """What starting a chunk costs, in lanes of so many floating-point operations."""
+        """The cost of starting a chunk, in lanes of so many floating-point operations."""
         start = LEAST_START
         while start < self.longest_start and start * work < self.chunk_work:
             start *= 2

@@ -32,7 +32,7 @@ SUMMED_BY_CALLS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class Read(NamedTuple):
-    """What a chunk reads from an array.
+    """Rows that a chunk reads from an array.
 
     For lane l the rows table[offset + k * stride + l] for every k < length.
 

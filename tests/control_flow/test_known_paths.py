@@ -99,7 +99,7 @@ def called(batched, w, minibatch, times):
 
 @pytest.mark.parametrize("fn", [settle, two_answers, operations, ints], ids=lambda f: f.__name__)
 def test_other_arrays(fn, either_core):
-    """What differs in arrays alone goes along what others did, and leaves it where it must."""
+    """Instances that differ in arrays alone follow others, and leave their path where they must."""
     batched = jedbatch.batch(fn)
     for seed in range(7):
         minibatch = instances_of(seed)
@@ -209,7 +209,7 @@ class Settled:
 
 
 def test_classes_that_come_later(monkeypatch):
-    """What objects read of their class, which no instance of the first call had."""
+    """Objects read attributes of a class that no instance of the first call had."""
 
     def fn(w, instance):
         h, done = shrink(w, getattr(instance, "start", instance), 1.0)

@@ -61,7 +61,7 @@ def graph_of_many_results(seed):
 
 
 def computed(graph):
-    """What each instance returns, as terms, where two nodes of a cut are the node that was cut."""
+    """Returns results as terms, where two nodes of a cut are the node that was cut."""
     whole = {cut.second: (t, cut) for t, cut in CUTS.items()}
     firsts = {cut.first for cut in CUTS.values()}
     values, of_nodes = [], []
