@@ -17,7 +17,7 @@ from jedbatch._control_flow.ahead import Ahead, RanAhead
 from jedbatch._control_flow.depths import Depths
 from jedbatch._control_flow.fibers import Fibers
 from jedbatch._control_flow.following import Following
-from jedbatch._control_flow.known_paths import InstanceResult, Known
+from jedbatch._control_flow.known_paths import InstanceResult, KnownPaths
 from jedbatch._control_flow.path_log import PathLog
 from jedbatch._control_flow.steps import BEFORE, COUNTS, LAST, NOW, Steps
 from jedbatch._control_flow.workspace import Workspace
@@ -162,7 +162,7 @@ class Attempt:
         others = [i for i in everyone if i not in following.results]
         learned = {i: known[i] for i in others if i in known and known[i].learns}
         self._log = PathLog(learned, self._steps) if learned else None
-        new = {keys[i]: Known() for i in others if i not in known}
+        new = {keys[i]: KnownPaths() for i in others if i not in known}
         paths.add((key, x) for key, x in new.items() if key is not None)
         return others
 

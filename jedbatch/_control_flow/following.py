@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from jedbatch._control_flow.depths import ROUND_WORK
-from jedbatch._control_flow.known_paths import Block, Guess, InstanceResult, Stretch
+from jedbatch._control_flow.known_paths import Guess, InstanceResult, PathBlock, PathSegment
 from jedbatch._control_flow.workspace import Workspace
 from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._layout.layout import Layout
@@ -53,12 +53,12 @@ class Following:
       results: of those that are done; others have gone where no path is known.
     """
 
-    def __init__(self, workspace: Workspace, first: Mapping[int, Stretch], note: NoteRound):
+    def __init__(self, workspace: Workspace, first: Mapping[int, PathSegment], note: NoteRound):
         """Begins.
 
         Args:
           workspace: of the call.
-          first: the stretch that each instance begins with.
+          first: the segment that each instance begins with.
           note: is told of every round.
         """
         self.results: dict[int, InstanceResult] = {}
@@ -84,21 +84,21 @@ class Following:
                 self._note(layout, waiting, start, most, len(asked) - waiting, used)
         self._workspace.makes_room = True
 
-    def _blocks(self) -> tuple[list[Guess], list[Block]]:
+    def _blocks(self) -> tuple[list[Guess], list[PathBlock]]:
         """Returns the guess of each instance, and as much of it as is worth running."""
         programs = self._workspace.programs
         guesses = []
-        for stretch in self._at.values():
-            if stretch.guess is None:
-                stretch.guess = Guess(stretch, programs)
-            guesses.append(stretch.guess)
+        for segment in self._at.values():
+            if segment.guess is None:
+                segment.guess = Guess(segment, programs)
+            guesses.append(segment.guess)
         if finds_faults():
             return guesses, [guess.block(1) for guess in guesses]
         counts = collections.Counter(guesses)
         sizes = {guess: guess.size_worth(n, ROUND_WORK) for guess, n in counts.items()}
         return guesses, [guess.block(sizes[guess]) for guess in guesses]
 
-    def _record(self, blocks: Sequence[Block]) -> np.ndarray:
+    def _record(self, blocks: Sequence[PathBlock]) -> np.ndarray:
         """Records a block of every instance; returns the values that are asked for."""
         recorder, graph = self._workspace.recorder, self._workspace.graph
         parts = [block.written for block in blocks]
@@ -112,12 +112,12 @@ class Following:
         references -= np.concatenate([x.new_inputs for x in blocks]) * first_input.repeat(counts[1])
         asked: list[int] = []
         firsts = zip(first_value.tolist(), first_input.tolist(), place - counts[1], strict=True)
-        for (i, stretch), block, first in zip(self._at.items(), blocks, firsts, strict=True):
+        for (i, segment), block, first in zip(self._at.items(), blocks, firsts, strict=True):
             where = self._places[i]
             if block.older:
                 at, which = block.older_at
                 references[first[2] + at] = np.array(list(map(where.reference, block.older)))[which]
-            where.append((*stretch.begin, *first[:2]))
+            where.append((*segment.begin, *first[:2]))
             asked += map(where.reference, block.asked)
         recorder.call_specs += np.concatenate([p.calls for p in parts]).tolist()
         recorder.references += references.tolist()
@@ -128,7 +128,9 @@ class Following:
         graph.turns += np.stack([list(self._at), nodes, inputs], axis=1).ravel().tolist()
         return np.array(asked, np.int64)
 
-    def _go_on(self, guesses: Sequence[Guess], blocks: Sequence[Block], answers: list[int]) -> int:
+    def _go_on(
+        self, guesses: Sequence[Guess], blocks: Sequence[PathBlock], answers: list[int]
+    ) -> int:
         """Goes on by the answers of all instances; returns how many beyond the first are of use."""
         at, used, end = {}, 0, 0
         for i, guess, block in zip(self._at, guesses, blocks, strict=True):
@@ -138,21 +140,21 @@ class Following:
             if own[:place] != expected:
                 place = next(k for k, x in enumerate(expected) if own[k] != x)
             used += max(0, min(place, len(own) - 1))
-            stretch = block.path[place]
-            if stretch.asked is None:
+            segment = block.path[place]
+            if segment.asked is None:
                 guess.note(place, None)
-                self._end(i, stretch)
+                self._end(i, segment)
                 continue
             answer = own[place]
             is_likely = place < len(guess.answers) and answer == guess.answers[place]
             guess.note(place + is_likely, None if is_likely else answer)
-            if answer in stretch.after:
-                at[i] = stretch.after[answer]
+            if answer in segment.after:
+                at[i] = segment.after[answer]
         self._at = at
         return used
 
-    def _end(self, instance: int, stretch: Stretch) -> None:
+    def _end(self, instance: int, segment: PathSegment) -> None:
         """Notes what an instance returns that is done."""
-        assert stretch.result is not None
-        found = tuple(map(self._places[instance].reference, stretch.result.references))
-        self.results[instance] = stretch.result._replace(references=found)
+        assert segment.result is not None
+        found = tuple(map(self._places[instance].reference, segment.result.references))
+        self.results[instance] = segment.result._replace(references=found)

@@ -1,8 +1,8 @@
 """Known paths: what instances record between decisions, kept from call to call.
 
 A pure function does the same whenever instances differ in the contents of their arrays alone, as
-long as the values that it decides on are the same. So what it records is a tree of *stretches*: in
-each, it records something and asks for a value, and the answer says which stretch comes next.
+long as the values that it decides on are the same. So what it records is a tree of *segments*: in
+each, it records something and asks for a value, and the answer says which segment comes next.
 
     record ─ a > 0? ─┬─ True  ─ record ─ b > 0? ─ ...
                      └─ False ─ record ─ done
@@ -33,7 +33,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of guesses cut short: few 
 MIN_CALLS = 2  # in which the same was recorded, before Python runs no more
 MAX_LUCK = 16  # instances
 MAX_BYTES = 1 << 24  # of what is known of one key
-STRETCH_BYTES = 1 << 10  # of a stretch, roughly, besides its arrays
+SEGMENT_BYTES = 1 << 10  # of a segment, roughly, besides its arrays
 
 
 class InstanceResult(NamedTuple):
@@ -45,7 +45,7 @@ class InstanceResult(NamedTuple):
 
 
 class Written(NamedTuple):
-    """The recording of a stretch.
+    """The recording of a segment.
 
     Attributes:
       calls: int64[N], the ids of call specs.
@@ -80,7 +80,7 @@ def _same_input(x: Any, y: Any) -> bool:
 
 
 @dataclass(eq=False, slots=True)
-class Stretch:
+class PathSegment:
     """The part of a recording between two decisions of an instance.
 
     Attributes:
@@ -88,7 +88,7 @@ class Stretch:
       written: what it records.
       asked: the value that is asked for at its end; None at the end of the function.
       result: what the function returns there.
-      after: the next stretch, by answer.
+      after: the next segment, by answer.
       likely: the answer that is expected.
       guess: what is expected from here on, if that was asked for.
     """
@@ -97,11 +97,11 @@ class Stretch:
     written: Written
     asked: int | None
     result: InstanceResult | None = None
-    after: "dict[int, Stretch]" = field(default_factory=dict)
+    after: "dict[int, PathSegment]" = field(default_factory=dict)
     likely: int = 0
     guess: "Guess | None" = None
 
-    def like(self, other: "Stretch") -> bool:
+    def like(self, other: "PathSegment") -> bool:
         """Returns whether another one is the same, as it is for a pure function."""
         mine, others = ((x.begin, x.asked, x.result) for x in (self, other))
         return mine == others and self.written.like(other.written)
@@ -110,49 +110,49 @@ class Stretch:
     def nbytes(self) -> int:
         """Bytes, roughly."""
         arrays = *self.written[:3], *self.written.inputs
-        return STRETCH_BYTES + sum(getattr(x, "nbytes", 0) for x in arrays)
+        return SEGMENT_BYTES + sum(getattr(x, "nbytes", 0) for x in arrays)
 
 
 class Guess:
-    """The stretches that are likely to come, one after the other.
+    """The segments that are likely to come, one after the other.
 
     Attributes:
-      path: the stretches.
+      path: the segments.
       answers: that are expected where they ask; the last may have none.
       stops: how many instances went on to each of them, and no further.
     """
 
-    def __init__(self, first: Stretch, programs: ProgramCache):
+    def __init__(self, first: PathSegment, programs: ProgramCache):
         """Makes a guess.
 
         Args:
-          first: the stretch that certainly comes.
+          first: the segment that certainly comes.
           programs: say what must not run for nothing, and how much work there is.
         """
         self.path = [first]
         self.answers: list[int] = []
         self._work = [0.0]
         while len(self.path) < MAX_STEPS and self.path[-1].after:
-            stretch = self.path[-1]
-            following = stretch.after[stretch.likely]
+            segment = self.path[-1]
+            following = segment.after[segment.likely]
             kernels = list(_kernels(following, programs))
             if any(kernel.cares_for_values for kernel in kernels):
                 break
-            self.answers.append(stretch.likely)
+            self.answers.append(segment.likely)
             self.path.append(following)
             self._work.append(sum(kernel.lane_work + ROW_WORK for kernel in kernels))
         self.stops = [0] * len(self.path)
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, PathBlock] = {}
 
-    def block(self, size: int) -> "Block":
-        """Returns the first stretches, put together."""
+    def block(self, size: int) -> "PathBlock":
+        """Returns the first segments, put together."""
         found = self._blocks.get(size)
         if found is None:
-            found = self._blocks[size] = Block.of(self.path[:size], self.answers)
+            found = self._blocks[size] = PathBlock.of(self.path[:size], self.answers)
         return found
 
     def size_worth(self, instances: int, most_work: float) -> int:
-        """Returns how many stretches are worth running, as far as is known.
+        """Returns how many segments are worth running, as far as is known.
 
         What is expected to run for nothing is at most half of what runs ahead, and costs at most
         some work.
@@ -175,23 +175,23 @@ class Guess:
         """Notes that an instance went on as expected up to a place in the path.
 
         Args:
-          place: of the last stretch that it is known to have come to.
+          place: of the last segment that it is known to have come to.
           answer: there, if it was another than expected; None if it ended, or nothing is known.
         """
         self.stops[place] += 1
         if answer is not None and self.stops[place] > sum(self.stops[place + 1 :]):
-            stretch = self.path[place]
-            stretch.likely = answer if answer in stretch.after else stretch.likely
+            segment = self.path[place]
+            segment.likely = answer if answer in segment.after else segment.likely
             self.path[0].guess = None  # which is to be made anew
         elif sum(self.stops) > MAX_USES:
             self.stops = [n // 2 for n in self.stops]
 
 
-class Block(NamedTuple):
-    """Stretches, one after the other, as they are recorded together.
+class PathBlock(NamedTuple):
+    """Segments, one after the other, as they are recorded together.
 
     Attributes:
-      path: the stretches.
+      path: the segments.
       answers: that are expected of all that ask but the last.
       written: all that they record, references as they are numbered in the path.
       new: int64[R], 1 where values of the block are read.
@@ -202,7 +202,7 @@ class Block(NamedTuple):
       asked: values that are asked for, as they are numbered in the path.
     """
 
-    path: Sequence[Stretch]
+    path: Sequence[PathSegment]
     answers: list[int]
     written: Written
     new: np.ndarray
@@ -213,9 +213,9 @@ class Block(NamedTuple):
     asked: list[int]
 
     @staticmethod
-    def of(path: Sequence[Stretch], answers: list[int]) -> "Block":
-        """Puts stretches together."""
-        parts = [stretch.written for stretch in path]
+    def of(path: Sequence[PathSegment], answers: list[int]) -> "PathBlock":
+        """Puts segments together."""
+        parts = [segment.written for segment in path]
         calls, references, groups = (np.concatenate([p[k] for p in parts]) for k in range(3))
         inputs = [x for p in parts for x in p.inputs]
         written = Written(calls, references, groups, inputs, sum(p.num_values for p in parts))
@@ -224,7 +224,7 @@ class Block(NamedTuple):
         at = np.flatnonzero(~is_new & ~is_new_input)
         older, which = np.unique(references[at], return_inverse=True)
         relative = references + np.where(is_new, -value, number)
-        return Block(
+        return PathBlock(
             path,
             answers[: len(path) - 1],
             written,
@@ -238,22 +238,22 @@ class Block(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Known:
+class KnownPaths:
     """The paths that instances of one key took.
 
     Attributes:
-      first: the stretch that they begin with; None if nothing was learned.
+      first: the segment that they begin with; None if nothing was learned.
       calls: in how many calls it was learned: what did the same in several is taken to be pure.
       learns: whether it is any use to learn more.
       luck: how many instances were done along known paths, less others, within bounds.
-      nbytes: of the stretches, roughly.
+      nbytes: of the segments, roughly.
     """
 
-    first: Stretch | None = None
+    first: PathSegment | None = None
     calls: int = 0
     learns: bool = True
     luck: int = 0
-    nbytes: int = STRETCH_BYTES
+    nbytes: int = SEGMENT_BYTES
 
     @property
     def is_sure(self) -> bool:
@@ -268,36 +268,36 @@ class Known:
 
     def forget(self) -> None:
         """Forgets all, and learns no more."""
-        self.first, self.learns, self.nbytes = None, False, STRETCH_BYTES
+        self.first, self.learns, self.nbytes = None, False, SEGMENT_BYTES
 
-    def learn(self, path: Sequence[Stretch], answers: Sequence[int]) -> None:
+    def learn(self, path: Sequence[PathSegment], answers: Sequence[int]) -> None:
         """Adds a path; forgets all if the function did something else before.
 
         Args:
-          path: the stretches from the first one to the end.
+          path: the segments from the first one to the end.
           answers: of all but the last.
         """
         known = None
-        for k, stretch in enumerate(path):
+        for k, segment in enumerate(path):
             before, known = known, self.first if known is None else known.after.get(answers[k - 1])
             if known is None:
-                known = stretch
-                self.nbytes += stretch.nbytes
+                known = segment
+                self.nbytes += segment.nbytes
                 if before is None:
                     self.first = known
                 else:
                     if not before.after:
                         before.likely = answers[k - 1]
                     before.after[answers[k - 1]] = known
-            elif not known.like(stretch):
+            elif not known.like(segment):
                 self.forget()
                 return
         if self.nbytes > MAX_BYTES:
             self.forget()
 
 
-def _kernels(stretch: Stretch, programs: ProgramCache) -> Iterator[Any]:
-    """Yields the kernels of the calls of a stretch."""
+def _kernels(segment: PathSegment, programs: ProgramCache) -> Iterator[Any]:
+    """Yields the kernels of the calls of a segment."""
     registry = programs.registry
-    for spec in stretch.written.calls.tolist():
+    for spec in segment.written.calls.tolist():
         yield programs.kernel(registry.call_specs[spec].node_type)

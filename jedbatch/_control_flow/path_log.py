@@ -5,16 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._control_flow.known_paths import InstanceResult, Known, Stretch, Written
+from jedbatch._control_flow.known_paths import InstanceResult, KnownPaths, PathSegment, Written
 from jedbatch._control_flow.steps import INPUTS, NODES, REFERENCES, VALUES, Steps
 from jedbatch._graph.paths import int64_of
 from jedbatch._record.recorder import Recorder
 
 
 class PathLog:
-    """The stretches of some instances of a call."""
+    """The segments of some instances of a call."""
 
-    def __init__(self, known: Mapping[int, Known], steps: Steps):
+    def __init__(self, known: Mapping[int, KnownPaths], steps: Steps):
         """Makes an empty one.
 
         Args:
@@ -45,7 +45,7 @@ class PathLog:
         recorder: Recorder,
         results: Sequence[InstanceResult],
         value: Callable[[int], np.ndarray | None],
-    ) -> Mapping[int, Known]:
+    ) -> Mapping[int, KnownPaths]:
         """Adds what was noted to what is known, and returns that.
 
         Args:
@@ -80,11 +80,11 @@ def _path(
     columns: Sequence[np.ndarray],
     given: Sequence[Any],
     result: InstanceResult,
-) -> list[Stretch] | None:
-    """Returns the stretches of an instance; None if it reads what others have recorded."""
+) -> list[PathSegment] | None:
+    """Returns the segments of an instance; None if it reads what others have recorded."""
     begins, ends, _ = zip(*noted, strict=True)
     calls, references, groups = columns
-    own = [_Numbers([x[k] for x in begins], [x[k] for x in ends]) for k in (VALUES, INPUTS)]
+    own = [_OwnNumbers([x[k] for x in begins], [x[k] for x in ends]) for k in (VALUES, INPUTS)]
 
     def local(numbers: np.ndarray) -> np.ndarray | None:
         found = [own[0].local(numbers), -1 - own[1].local(-1 - numbers)]
@@ -112,11 +112,13 @@ def _path(
             end[VALUES] - begin[VALUES],
         )
         first = own[0].first[k], own[1].first[k]
-        path.append(Stretch(first, written, None if asked is None else int(wanted[0]), returned))
+        path.append(
+            PathSegment(first, written, None if asked is None else int(wanted[0]), returned)
+        )
     return path
 
 
-class _Numbers:
+class _OwnNumbers:
     """The numbers of an instance's values or inputs, in ascending ranges."""
 
     def __init__(self, begins: Sequence[int], ends: Sequence[int]):

@@ -11,7 +11,7 @@ from cases.helpers import assert_close, loop
 
 import jedbatch
 from jedbatch._control_flow import known_paths
-from jedbatch._control_flow.known_paths import Known, Stretch, Written
+from jedbatch._control_flow.known_paths import KnownPaths, PathSegment, Written
 from jedbatch._support import native
 
 pytestmark = pytest.mark.unoptimized
@@ -315,8 +315,8 @@ def test_what_is_kept_is_bounded(monkeypatch):
 def test_paths_that_do_not_come_again_are_forgotten():
     """Otherwise what ran along them would be for nothing in every call."""
     nothing = np.zeros(0, np.int64)
-    stretch = Stretch((0, 0), Written(nothing, nothing, nothing, [], 0), None)
-    known = Known(stretch, calls=known_paths.MIN_CALLS)
+    segment = PathSegment((0, 0), Written(nothing, nothing, nothing, [], 0), None)
+    known = KnownPaths(segment, calls=known_paths.MIN_CALLS)
     for _ in range(known_paths.MAX_LUCK):
         known.note(done=True)
         known.note(done=False)
