@@ -335,7 +335,7 @@ def test_no_recorder_outlives_its_recording(cell, monkeypatch, ends):
         return visit(depth)
 
     monkeypatch.setattr(trace, "Recorder", Noted)
-    monkeypatch.setattr("jedbatch._control_flow.rounds.Recorder", Noted)
+    monkeypatch.setattr("jedbatch._control_flow.attempt.Recorder", Noted)
     batched = jedbatch.batch(recursive)
     for depths in ([1, 2], [3, 4]):
         if ends == "by an error" and 3 in depths:
