@@ -52,7 +52,9 @@ def _some(rows: Array, first: int, count: int) -> Array:
 
 
 def is_on_cpu(x: Array) -> bool:
-    """Returns whether an array of JAX is known and on one CPU."""
+    """Returns whether an array is known and on the host or one CPU."""
+    if not isinstance(x, jax.Array):  # cotangents may be arrays of NumPy
+        return True
     if isinstance(x, Tracer):
         return False
     devices = x.devices()

@@ -77,6 +77,17 @@ def test_fewer_instances_compile_nothing(fold_all, count):
     assert fold_all.compilations == compiled
 
 
+def test_cotangents_of_numpy(fold_all):
+    """Arrays of NumPy are pulled back, of which JAX makes none of its own."""
+    given, read = trees(5, 2), lambda results: (results["a"], results["b"])
+    rng = np.random.default_rng(0)
+    sent = tuple(rng.normal(size=(5, len(P))).astype(np.float32) for _ in range(2))
+    pulled, expected = (
+        jax.vjp(lambda p, run=run: read(run(p, given)), P)[1](sent) for run in (fold_all, loop)
+    )
+    assert_close(pulled, expected)
+
+
 def test_plans_of_fewer_instances(fold_all):
     """Called, compiled, mapped and differentiated in forward mode."""
     given, others = trees(5, 9), jnp.stack([P, P * 1.5])
