@@ -408,7 +408,7 @@ write_instances(CallFrame *frame)
 /* Asks Linux to map the memory of a large array in huge pages, as far as it is not mapped yet.
  *
  * The memory of a program that takes more than 32 MB comes from the kernel anew at each run (see
- * malloc's M_MMAP_THRESHOLD), and to map it page by page takes up to half as long as to use it.
+ * malloc's M_MMAP_THRESHOLD), and to map it page by page can take half of the run.
  */
 static void
 ask_for_huge_pages(const Buffer *array)
