@@ -31,7 +31,7 @@ from jedbatch._session.program_cache import ProgramCache
 MAX_USES = 256  # of a guess, before they count half
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of guesses cut short: few are planned
 MIN_CALLS = 2  # in which the same was recorded, before Python runs no more
-MAX_LUCK = 16  # instances
+MAX_BALANCE = 16  # instances
 MAX_BYTES = 1 << 24  # of what is known of one key
 SEGMENT_BYTES = 1 << 10  # of a segment, roughly, besides its arrays
 
@@ -245,14 +245,14 @@ class KnownPaths:
       first: the segment that they begin with; None if nothing was learned.
       calls: in how many calls it was learned: what did the same in several is taken to be pure.
       learns: whether it is any use to learn more.
-      luck: how many instances were done along known paths, less others, within bounds.
+      balance: how many instances were done along known paths, less others, within bounds.
       nbytes: of the segments, roughly.
     """
 
     first: PathSegment | None = None
     calls: int = 0
     learns: bool = True
-    luck: int = 0
+    balance: int = 0
     nbytes: int = SEGMENT_BYTES
 
     @property
@@ -262,8 +262,8 @@ class KnownPaths:
 
     def note(self, done: bool) -> None:
         """Notes whether an instance was done along known paths; forgets all if few ever are."""
-        self.luck = min(self.luck + 1, MAX_LUCK) if done else self.luck - 1
-        if self.luck < -MAX_LUCK:
+        self.balance = min(self.balance + 1, MAX_BALANCE) if done else self.balance - 1
+        if self.balance < -MAX_BALANCE:
             self.forget()
 
     def forget(self) -> None:

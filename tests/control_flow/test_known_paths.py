@@ -317,11 +317,11 @@ def test_paths_that_do_not_come_again_are_forgotten():
     nothing = np.zeros(0, np.int64)
     segment = PathSegment((0, 0), Written(nothing, nothing, nothing, [], 0), None)
     known = KnownPaths(segment, calls=known_paths.MIN_CALLS)
-    for _ in range(known_paths.MAX_LUCK):
+    for _ in range(known_paths.MAX_BALANCE):
         known.note(done=True)
         known.note(done=False)
     assert known.is_sure
-    for _ in range(2 * known_paths.MAX_LUCK + 1):
+    for _ in range(2 * known_paths.MAX_BALANCE + 1):
         known.note(done=False)
     assert not known.is_sure
     assert not known.learns
