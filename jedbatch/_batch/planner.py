@@ -21,6 +21,7 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._batch.pickling import CAN_SEND_CLOSURES, dumps, name_of
+from jedbatch._learn.adaptive import Adaptive, Settled
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.plan import Plan
 from jedbatch._record.instance_arrays import array_type
@@ -31,7 +32,9 @@ from jedbatch._session.portable import (
     ImportedPrograms,
     NoProgramError,
     ProgramForms,
+    cuts_of,
     digest_of,
+    follow_cuts,
 )
 from jedbatch._support.types import Array, PyTree
 from jedbatch.errors import PlannedHereWarning
@@ -230,7 +233,7 @@ class Planner:
         axes = batched._arguments.axes, batched._out_axes
         parts = {
             "function": (type(batched), _portable(batched)),
-            "options": (*axes, batched.policy, options),
+            "options": (*axes, self._policy, options),
             "shared arguments": jax.tree.unflatten(structure, specs),
             "instances": self._sample,
             "classes of instances": batched._environment.classes,
@@ -256,8 +259,20 @@ class Planner:
             "gradient": self._gradient,
             "digests": (self._digest, self._read[0] if self._is_imported else None),
             "programs": self._programs(),
+            "cuts": self._cuts(),
         }
         return pickle.dumps(state)
+
+    def _cuts(self) -> dict[bytes, tuple[int, ...]]:
+        """Returns which types of nodes are cut in two, and where."""
+        projections = self._session.projections
+        return {} if projections is None else cuts_of(projections, self._session.programs)
+
+    @property
+    def _policy(self) -> Any:
+        """The policy for other processes, which learn none of their own."""
+        policy = self._batched.policy
+        return Settled(policy) if isinstance(self._batched._policy, Adaptive) else policy
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannerCopy, (self._pickled(),)
@@ -363,6 +378,8 @@ class _Work:
         self._programs = ImportedPrograms(self._session.programs)
         self._session.programs = self._programs
         self._programs.accept(state["programs"])
+        if self._session.projections is not None:
+            follow_cuts(self._session.projections, self._programs, state["cuts"])
         self._is_another = not self._computes(*state["digests"])
 
     def _computes(self, digest: bytes, read: bytes | None) -> bool:

@@ -8,7 +8,7 @@ fits no program there is left to the process that has the programs, and that alo
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Plan
 from jedbatch._program.signature import Signature
 from jedbatch._record.environment import AccessPath
+from jedbatch._record.granularity.projections import Projections
 from jedbatch._record.registry import Registry
 from jedbatch._session.program_cache import ProgramCache
 
@@ -269,6 +270,28 @@ def _number(programs: list[Any], program: Any) -> int:
     if program not in programs:
         programs.append(program)
     return programs.index(program)
+
+
+def cuts_of(projections: Projections, programs: ProgramCache) -> dict[bytes, tuple[int, ...]]:
+    """Returns where nodes are cut in two, by the identity of their types."""
+    found = {}
+    for node_type, places in projections.decided.items():
+        identity = identity_of(programs.kernel(node_type), programs.registry)
+        if identity is not None:
+            found[identity] = places
+    return found
+
+
+def follow_cuts(
+    projections: Projections, programs: ProgramCache, cuts: Mapping[bytes, tuple[int, ...]]
+) -> None:
+    """Has nodes be cut where `cuts_of` says of another process."""
+
+    def followed(node_type: int) -> tuple[int, ...] | None:
+        identity = identity_of(programs.kernel(node_type), programs.registry)
+        return None if identity is None else cuts.get(identity)
+
+    projections.followed = followed
 
 
 class ImportedPrograms(ProgramCache):

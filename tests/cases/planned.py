@@ -35,6 +35,19 @@ def encode(params, tree):
 
 
 @jedbatch.cell
+def recur(params, x, state):
+    return jnp.tanh(x @ params["left"] + state @ params["left"].T)
+
+
+def chain(params, words):
+    """The state after words, one after the other."""
+    state = params["table"][0]
+    for word in words:
+        state = recur(params, leaf(params, word), state)
+    return state
+
+
+@jedbatch.cell
 def spin(params, number):
     """Loops in a loop."""
 

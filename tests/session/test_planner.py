@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -122,6 +123,28 @@ def test_another_process_plans_what_would_be_planned_here(begun):
     compiled = batched.compilations
     assert_is_loop(batched, planner.attach(prepared), news)
     assert batched.compilations == compiled
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_nodes_are_cut_there_where_they_are_cut_here(is_cut):
+    params = {name: jnp.tile(x, 2) for name, x in PARAMS.items()}
+    params["left"] = jnp.tile(params["left"], (2, 1)) / 4
+    target = replace(jedbatch.Target.named("cpu"), projection_bytes=1)
+    batched = jedbatch.batch(planned.chain, target=target)
+    if not is_cut:  # no operand depends on nodes of the same type, which is enough in the end
+        for few in range(1, 9):
+            batched.plan(params, [[few]] * few, gradient=False)
+    sample = [[1, 2, 3], [4], [5, 6, 7, 8]]
+    planner = batched.planner(params, sample, gradient=False)
+    here = batched.plan(params, sample, gradient=False)
+    assert any(t.name == "inputs of recur" for t in here.graph.types) is is_cut
+    there = copied(planner)
+    for instances in ([[8, 1], [2, 3, 4]], [[1, 2], [7], [6, 5, 4, 3]]):
+        prepared = there(instances)
+        assert prepared.reason is None
+        results = batched.apply(params, planner.attach(prepared))
+        loop = [planned.chain(params, words) for words in instances]
+        np.testing.assert_allclose(results, loop, rtol=1e-5, atol=1e-6)
 
 
 def test_errors_are_those_of_planning_here():

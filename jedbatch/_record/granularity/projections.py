@@ -18,7 +18,7 @@ The twin in C of what is done to a graph is `_support/c/halves.c`.
 """
 
 import functools
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -76,7 +76,12 @@ class Projections:
     Args:
       registry: where types are interned.
       least: bytes of the weights of a product that is worth a node.
+
+    Attributes:
+      followed: gives what another registry has decided of a type, see `decided`; None if nothing.
     """
+
+    followed: Callable[[int], tuple[int, ...] | None] | None = None
 
     def __init__(self, registry: Registry, least: int):
         self._registry = registry
@@ -85,6 +90,12 @@ class Projections:
         self._late: dict[int, set[int]] = {}  # operands that came late in some graph, of cut types
         self._seen: dict[int, int] = {}  # in how many minibatches, for other types
         self._graphs: MutableMapping[Graph, Halves | None] = WeakKeyDictionary()
+
+    @property
+    def decided(self) -> dict[int, tuple[int, ...]]:
+        """For each type that might be cut positions of operands that come late; () if it is not."""
+        types = self._registry.node_types
+        return {t: (*sorted(self._late.get(t, ())),) for t in self._cuts if _may_be_cut(types[t])}
 
     def cut(self, records: Sequence[Record]) -> Sequence[Record]:
         """Returns the records of instances with nodes cut in two, where that pays."""
@@ -116,6 +127,8 @@ class Projections:
             for t in graph.present_types:
                 if t not in self._cuts and not _may_be_cut(graph.types[t]):
                     self._cuts[t] = None
+                if t not in self._cuts and self.followed is not None:
+                    self._follow(t, self.followed(t))
                 if self._cuts.get(t, True) is not None:
                     types.append(t)
             if types:
@@ -131,6 +144,12 @@ class Projections:
                 self._seen[t] = self._seen.get(t, 0) + 1
                 if self._seen[t] >= MANY_MINIBATCHES:
                     self._cuts[t] = None
+
+    def _follow(self, node_type: int, places: tuple[int, ...] | None) -> None:
+        """Decides of a type as was decided elsewhere."""
+        if places is not None:
+            self._late[node_type] = set(places)
+            self._cuts[node_type] = self._cut(node_type, set(places)) if places else None
 
     def _cut(self, node_type: int, late: set[int]) -> TwoTypes | None:
         registry = self._registry
