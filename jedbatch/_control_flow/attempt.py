@@ -150,6 +150,8 @@ class Attempt:
         if keys is None or self._has_bound or not self._may_run_ahead:
             return everyone
         paths = self._session.paths
+        if not paths:  # this is the first call
+            paths.add((key, KnownPaths()) for key in keys if key is not None)
         known = {i: x for i, key in enumerate(keys) if (x := paths.use(key)) is not None}
         first = {i: x.first for i, x in known.items() if x.is_sure}
         following = Following(self.workspace, first, self._note_followed)
@@ -161,7 +163,8 @@ class Attempt:
             self._results[i] = result
         others = [i for i in everyone if i not in following.results]
         learned = {i: known[i] for i in others if i in known and known[i].learns}
-        self._log = PathLog(learned, self._steps) if learned else None
+        met = self._session.registry.size
+        self._log = PathLog(learned, self._steps, met) if learned else None
         new = {keys[i]: KnownPaths() for i in others if i not in known}
         paths.add((key, x) for key, x in new.items() if key is not None)
         return others

@@ -23,14 +23,18 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jedbatch._control_flow.depths import MAX_STEPS, ROW_WORK
-from jedbatch._jaxpr.identity import typed_or_same
-from jedbatch._jaxpr.storage import is_key
-from jedbatch._record.instance_arrays import array_type, is_array
+from jedbatch._graph.paths import distinct
+from jedbatch._jaxpr.identity import typed
+from jedbatch._jaxpr.storage import is_key, stored
+from jedbatch._record.instance_arrays import is_array
+from jedbatch._record.registry import Registry
+from jedbatch._session.indices import kinds_looked_up
 from jedbatch._session.program_cache import ProgramCache
 
 MAX_USES = 256  # of a guess, before they count half
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of guesses cut short: few are planned
 MIN_CALLS = 2  # in which the same was recorded, before Python runs no more
+MAX_CHANGES = 4  # of types, from call to call, before nothing is learned
 MAX_BALANCE = 16  # instances
 MAX_BYTES = 1 << 24  # of what is known of one key
 SEGMENT_BYTES = 1 << 10  # of a segment, roughly, besides its arrays
@@ -71,12 +75,15 @@ class Written(NamedTuple):
 
 
 def _same_input(x: Any, y: Any) -> bool:
+    """Returns whether two inputs of one group are the same."""
     if type(x) is tuple:  # where in an array of the instance
         return type(y) is tuple and x == y
-    if not is_array(x):  # a number
-        return x is y or typed_or_same(x) == typed_or_same(y)
-    is_known = is_array(y) and array_type(x) == array_type(y) and not is_key(x.dtype)
-    return is_known and np.asarray(x).tobytes() == np.asarray(y).tobytes()
+    if x is y or (is_array(x) and is_key(x.dtype)):
+        return x is y
+    found = np.asarray(x), np.asarray(y)
+    if not found[0].ndim:  # numbers, for which JAX has types of its own
+        return typed(found[0].item()) == typed(found[1].item())
+    return found[0].tobytes() == found[1].tobytes()
 
 
 @dataclass(eq=False, slots=True)
@@ -136,7 +143,8 @@ class Guess:
             segment = self.path[-1]
             following = segment.after[segment.likely]
             kernels = list(_kernels(following, programs))
-            if any(kernel.cares_for_values for kernel in kernels):
+            is_refused = any(kernel.cares_for_values for kernel in kernels)
+            if is_refused or _may_look_up_absent_rows([*self.path, following], programs.registry):
                 break
             self.answers.append(segment.likely)
             self.path.append(following)
@@ -244,6 +252,8 @@ class KnownPaths:
     Attributes:
       first: the segment that they begin with; None if nothing was learned.
       calls: in how many calls it was learned: what did the same in several is taken to be pure.
+      met: how much had been met, of types and the like, before any of it was recorded.
+      changes: how often it was recorded otherwise, since more had been met.
       learns: whether it is any use to learn more.
       balance: how many instances were done along known paths, less others, within bounds.
       nbytes: of the segments, roughly.
@@ -251,6 +261,8 @@ class KnownPaths:
 
     first: PathSegment | None = None
     calls: int = 0
+    met: int = 0
+    changes: int = 0
     learns: bool = True
     balance: int = 0
     nbytes: int = SEGMENT_BYTES
@@ -270,12 +282,15 @@ class KnownPaths:
         """Forgets all, and learns no more."""
         self.first, self.learns, self.nbytes = None, False, SEGMENT_BYTES
 
-    def learn(self, path: Sequence[PathSegment], answers: Sequence[int]) -> None:
+    def learn(
+        self, path: Sequence[PathSegment], answers: Sequence[int], met: tuple[int, int]
+    ) -> None:
         """Adds a path; forgets all if the function did something else before.
 
         Args:
           path: the segments from the first one to the end.
           answers: of all but the last.
+          met: how much had been met before the call, and now.
         """
         known = None
         for k, segment in enumerate(path):
@@ -284,16 +299,47 @@ class KnownPaths:
                 known = segment
                 self.nbytes += segment.nbytes
                 if before is None:
-                    self.first = known
+                    self.first, self.met = known, met[0]
                 else:
                     if not before.after:
                         before.likely = answers[k - 1]
                     before.after[answers[k - 1]] = known
             elif not known.like(segment):
-                self.forget()
+                same_types = np.array_equal(known.written.calls, segment.written.calls)
+                self._change(is_pure=not same_types and self.met < met[1])
+                if self.learns:
+                    self.learn(path, answers, met)
                 return
         if self.nbytes > MAX_BYTES:
             self.forget()
+
+    def _change(self, is_pure: bool) -> None:
+        """Begins again with nothing; forgets all of a function that may not be pure.
+
+        Some operations become others when they are met again, or on another number: the first of
+        them are recorded as they came.
+        """
+        self.changes += self.calls > 0
+        if not is_pure or self.changes > MAX_CHANGES:
+            self.forget()
+        self.first, self.calls, self.nbytes = None, 0, SEGMENT_BYTES
+
+
+def _may_look_up_absent_rows(path: Sequence[PathSegment], registry: Registry) -> bool:
+    """Returns whether the last segment may look up rows by numbers of an instance's arrays.
+
+    There need not be such rows where it does something else. Those that functions bring are
+    there.
+    """
+    written = path[-1].written
+    type_ids = {registry.call_specs[spec].node_type for spec in written.calls.tolist()}
+    kinds = kinds_looked_up(registry, type_ids)
+    if not kinds:
+        return False
+    groups = np.concatenate([x.written.groups for x in path])
+    read = distinct(groups[-1 - written.references[written.references < 0]]).tolist()
+    of_arrays = [kind for how, kind, *_ in map(registry.groups.__getitem__, read) if how == "leaf"]
+    return any(stored(registry.value_types[kind]) in kinds for kind in of_arrays)
 
 
 def _kernels(segment: PathSegment, programs: ProgramCache) -> Iterator[Any]:

@@ -14,14 +14,15 @@ from jedbatch._record.recorder import Recorder
 class PathLog:
     """The segments of some instances of a call."""
 
-    def __init__(self, known: Mapping[int, KnownPaths], steps: Steps):
+    def __init__(self, known: Mapping[int, KnownPaths], steps: Steps, met: int):
         """Makes an empty one.
 
         Args:
           known: what is known of each instance that is to be learned.
           steps: of the call.
+          met: how much the registry has met by now.
         """
-        self._known, self._steps = known, steps
+        self._known, self._steps, self._met = known, steps, met
         self._begun: dict[int, tuple[int, ...]] = {}
         self._of: dict[int, list[tuple[tuple[int, ...], tuple[int, ...], int | None]]] = {}
 
@@ -56,6 +57,7 @@ class PathLog:
         columns = [
             int64_of(x) for x in (recorder.call_specs, recorder.references, recorder.input_group)
         ]
+        is_brought = np.array([how == "value" for how, *_ in recorder.registry.groups])
         for instance, known in self._known.items():
             noted = self._of.get(instance, ())
             answers = [value(asked) for _, _, asked in noted if asked is not None]
@@ -63,11 +65,12 @@ class PathLog:
             if not may_learn or not all(map(_is_answer, answers)):
                 known.forget()
                 continue
-            path = _path(noted, columns, recorder.input_value, results[instance])
+            path = _path(noted, columns, recorder.input_value, results[instance], is_brought)
             if path is None:
                 known.forget()
             else:
-                known.learn(path, [x.item() for x in answers if x is not None])
+                met = self._met, recorder.registry.size
+                known.learn(path, [x.item() for x in answers if x is not None], met)
         return self._known
 
 
@@ -80,41 +83,48 @@ def _path(
     columns: Sequence[np.ndarray],
     given: Sequence[Any],
     result: InstanceResult,
+    is_brought: np.ndarray,
 ) -> list[PathSegment] | None:
-    """Returns the segments of an instance; None if it reads what others have recorded."""
-    begins, ends, _ = zip(*noted, strict=True)
+    """Returns the segments of an instance; None if it reads what others have recorded.
+
+    Constants are inputs of the instance that reads them first, but its own in every path.
+    """
+    begins, ends, asked = zip(*noted, strict=True)
     calls, references, groups = columns
-    own = [_OwnNumbers([x[k] for x in begins], [x[k] for x in ends]) for k in (VALUES, INPUTS)]
-
-    def local(numbers: np.ndarray) -> np.ndarray | None:
-        found = [own[0].local(numbers), -1 - own[1].local(-1 - numbers)]
-        is_lost = np.where(numbers < 0, found[1] >= 0, found[0] < 0)
-        return None if is_lost.any() else np.where(numbers < 0, found[1], found[0])
-
+    parts = [slice(b[REFERENCES], e[REFERENCES]) for b, e in zip(begins, ends, strict=True)]
+    returned = np.array(result.references, np.int64)
+    values = _OwnNumbers([x[VALUES] for x in begins], [x[VALUES] for x in ends])
+    read = [*(references[part] for part in parts), returned, np.array(asked[:-1], np.int64)]
+    every = np.concatenate(read)
+    is_input = every < 0
+    inputs, first, which = np.unique(-1 - every[is_input], return_index=True, return_inverse=True)
+    own_inputs = _OwnNumbers([x[INPUTS] for x in begins], [x[INPUTS] for x in ends])
+    local = values.local(every)
+    if (local[~is_input] < 0).any() or not (
+        is_brought[groups[inputs]] | (own_inputs.local(inputs) >= 0)
+    ).all():
+        return None
+    order = first.argsort()
+    rank = order.argsort()
+    local[is_input] = -1 - rank[which]
+    read_by = np.repeat(np.arange(len(read)), list(map(len, read)))[is_input]
+    counts = np.bincount(np.minimum(read_by[first], len(noted) - 1), minlength=len(noted))
+    of_each = np.split(local, np.cumsum(list(map(len, read)))[:-1])
+    of_inputs = np.split(inputs[order], counts.cumsum()[:-1])
     path = []
-    for k, (begin, end, asked) in enumerate(noted):
-        parts = [slice(begin[s], end[s]) for s in (NODES, REFERENCES, INPUTS)]
-        read, wanted = (
-            local(references[parts[1]]),
-            local(np.array([] if asked is None else [asked], np.int64)),
-        )
-        returned = None
-        if asked is None:
-            found = local(np.array(result.references, np.int64))
-            returned = None if found is None else result._replace(references=tuple(found.tolist()))
-        if read is None or wanted is None or (asked is None and returned is None):
-            return None
+    for k, (begin, end, own) in enumerate(zip(begins, ends, of_inputs, strict=True)):
         written = Written(
-            calls[parts[0]],
-            read,
-            groups[parts[2]],
-            list(given[parts[2]]),
+            calls[begin[NODES] : end[NODES]],
+            of_each[k],
+            groups[own],
+            [given[i] for i in own.tolist()],
             end[VALUES] - begin[VALUES],
         )
-        first = own[0].first[k], own[1].first[k]
-        path.append(
-            PathSegment(first, written, None if asked is None else int(wanted[0]), returned)
-        )
+        is_last = asked[k] is None
+        found = result._replace(references=tuple(of_each[-2].tolist())) if is_last else None
+        number = None if is_last else int(of_each[-1][k])
+        begun = values.first[k], int(counts[:k].sum())
+        path.append(PathSegment(begun, written, number, found))
     return path
 
 
