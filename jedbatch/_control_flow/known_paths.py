@@ -110,8 +110,12 @@ class PathSegment:
 
     def like(self, other: "PathSegment") -> bool:
         """Returns whether another one is the same, as it is for a pure function."""
-        mine, others = ((x.begin, x.asked, x.result) for x in (self, other))
-        return mine == others and self.written.like(other.written)
+        if (self.begin, self.asked) != (other.begin, other.asked):
+            return False
+        try:
+            return self.result == other.result and self.written.like(other.written)
+        except Exception:  # of a comparison of what containers hold besides their leaves
+            return False
 
     @property
     def nbytes(self) -> int:
