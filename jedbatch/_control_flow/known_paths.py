@@ -23,7 +23,6 @@ import numpy as np
 from jax.tree_util import PyTreeDef
 
 from jedbatch._control_flow.depths import MAX_STEPS, ROW_WORK
-from jedbatch._graph.paths import distinct
 from jedbatch._jaxpr.identity import typed
 from jedbatch._jaxpr.storage import is_key, stored
 from jedbatch._record.instance_arrays import is_array
@@ -93,6 +92,7 @@ class PathSegment:
     Attributes:
       begin: the numbers of its first value and its first input.
       written: what it records.
+      read: int64[_], the groups of the inputs that it reads.
       asked: the value that is asked for at its end; None at the end of the function.
       result: what the function returns there.
       after: the next segment, by answer.
@@ -102,6 +102,7 @@ class PathSegment:
 
     begin: tuple[int, int]
     written: Written
+    read: np.ndarray
     asked: int | None
     result: InstanceResult | None = None
     after: "dict[int, PathSegment]" = field(default_factory=dict)
@@ -116,6 +117,11 @@ class PathSegment:
             return self.result == other.result and self.written.like(other.written)
         except Exception:  # of a comparison of what containers hold besides their leaves
             return False
+
+    @property
+    def calls(self) -> list[int]:
+        """The ids of the call specs of what it records."""
+        return self.written.calls.tolist()
 
     @property
     def nbytes(self) -> int:
@@ -148,7 +154,7 @@ class Guess:
             following = segment.after[segment.likely]
             kernels = list(_kernels(following, programs))
             is_refused = any(kernel.cares_for_values for kernel in kernels)
-            if is_refused or _may_look_up_absent_rows([*self.path, following], programs.registry):
+            if is_refused or _may_look_up_absent_rows(following, programs.registry):
                 break
             self.answers.append(segment.likely)
             self.path.append(following)
@@ -329,25 +335,20 @@ class KnownPaths:
         self.first, self.calls, self.nbytes = None, 0, SEGMENT_BYTES
 
 
-def _may_look_up_absent_rows(path: Sequence[PathSegment], registry: Registry) -> bool:
-    """Returns whether the last segment may look up rows by numbers of an instance's arrays.
+def _may_look_up_absent_rows(segment: PathSegment, registry: Registry) -> bool:
+    """Returns whether a segment may look up rows of tables by numbers of an instance's arrays.
 
-    There need not be such rows where it does something else. Those that functions bring are
-    there.
+    Where another comes instead, there need not be such rows. Those by numbers that functions bring
+    were there.
     """
-    written = path[-1].written
-    type_ids = {registry.call_specs[spec].node_type for spec in written.calls.tolist()}
-    kinds = kinds_looked_up(registry, type_ids)
-    if not kinds:
-        return False
-    groups = np.concatenate([x.written.groups for x in path])
-    read = distinct(groups[-1 - written.references[written.references < 0]]).tolist()
-    of_arrays = [kind for how, kind, *_ in map(registry.groups.__getitem__, read) if how == "leaf"]
+    kinds = kinds_looked_up(registry, {registry.call_specs[c].node_type for c in segment.calls})
+    read = map(registry.groups.__getitem__, segment.read.tolist() if kinds else ())
+    of_arrays = [kind for how, kind, *_ in read if how == "leaf"]
     return any(stored(registry.value_types[kind]) in kinds for kind in of_arrays)
 
 
 def _kernels(segment: PathSegment, programs: ProgramCache) -> Iterator[Any]:
     """Yields the kernels of the calls of a segment."""
     registry = programs.registry
-    for spec in segment.written.calls.tolist():
+    for spec in segment.calls:
         yield programs.kernel(registry.call_specs[spec].node_type)

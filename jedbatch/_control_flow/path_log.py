@@ -124,7 +124,9 @@ def _path(
         found = result._replace(references=tuple(of_each[-2].tolist())) if is_last else None
         number = None if is_last else int(of_each[-1][k])
         begun = values.first[k], int(counts[:k].sum())
-        path.append(PathSegment(begun, written, number, found))
+        numbers = references[parts[k]]
+        read_groups = np.unique(groups[-1 - numbers[numbers < 0]])
+        path.append(PathSegment(begun, written, read_groups, number, found))
     return path
 
 

@@ -145,6 +145,86 @@ def test_python_does_not_run_where_jax_or_numpy_brings_numbers():
     assert not ran
 
 
+def test_learned_from_the_first_call_on():
+    """Python runs in two calls, and the larger rounds are compiled in the third."""
+    fn, ran = counted(settle)
+    batched = jedbatch.batch(fn)
+    for seed in range(2):
+        batched(W, instances_of(seed))
+    ran.clear()
+    minibatch = [instances_of(0)[k] for k in (0, 2, 4, 1, 3, 5)]  # each has its path in call 0
+    batched(W, minibatch)
+    assert not ran
+    compilations = batched.compilations
+    assert_close(batched(W, minibatch), loop(settle, W, minibatch), 1e-5)
+    assert batched.compilations == compilations
+
+
+def from_zeros(w, x):
+    """All instances read one array that is computed once."""
+    h, steps = jnp.zeros(3), 0
+    while steps < 4 and h[0] < 0.5:  # an index is another operation when it comes again
+        h, steps = jnp.tanh(w @ h) + x, steps + 1
+    return h, steps
+
+
+def test_python_does_not_run_where_constants_are_read():
+    fn, ran = counted(from_zeros)
+    batched = jedbatch.batch(fn)
+    minibatch = [x["start"] for x in instances_of(0)]
+    called(batched, W, minibatch, 4)
+    ran.clear()
+    minibatch = [x * 1.001 for x in minibatch[::-1]]
+    assert_close(batched(W, minibatch), loop(from_zeros, W, minibatch), 1e-5)
+    assert not ran
+
+
+def test_rows_that_need_not_be_there():
+    """An instance is not expected to look up what it might not."""
+    table = jnp.arange(6.0).reshape(2, 3)
+    look_up = cell(lambda table, row: table[row])
+
+    def fn(w, instance):
+        h = jnp.tanh(w @ instance["start"])
+        if instance["row"] < 2:
+            h = h + look_up(table, instance["row"])
+            return -h if h.sum() > 0 else h
+        return h
+
+    batched = jedbatch.batch(fn)
+    for seed in range(4):
+        rows = [0, 1, 1, 0, 7 if seed == 3 else 1]
+        found = zip(instances_of(seed)[:5], rows, strict=True)
+        minibatch = [{**x, "row": np.asarray(row, np.int32)} for x, row in found]
+        assert_close(batched(W, minibatch), loop(fn, W, minibatch), 1e-5)
+
+
+class Labelled:
+    """A result with something beside it that `==` does not compare to a bool."""
+
+    def __init__(self, h, label):
+        self.h, self.label = h, label
+
+
+jax.tree_util.register_pytree_node(
+    Labelled, lambda x: ((x.h,), x.label), lambda label, h: Labelled(h[0], label)
+)
+
+
+def test_results_that_are_not_compared():
+    def fn(w, instance):
+        h, done = shrink(w, instance["start"], 1.0)
+        return Labelled(h, np.arange(2 if done else 3))
+
+    batched = jedbatch.batch(fn, out_axes=None)
+    for seed in range(4):
+        minibatch = instances_of(seed)
+        for x, found in zip(minibatch, batched(W, minibatch), strict=True):
+            expected = fn(W, x)
+            assert_close(found.h, expected.h, 1e-5)
+            assert found.label.tolist() == expected.label.tolist()
+
+
 def test_an_exact_guess_is_one_round(planned):
     """Each of them has a key of its own, and goes exactly as far as it did before."""
     batched = jedbatch.batch(settle)
@@ -315,7 +395,7 @@ def test_what_is_kept_is_bounded(monkeypatch):
 def test_paths_that_do_not_come_again_are_forgotten():
     """Otherwise what ran along them would be for nothing in every call."""
     nothing = np.zeros(0, np.int64)
-    segment = PathSegment((0, 0), Written(nothing, nothing, nothing, [], 0), None)
+    segment = PathSegment((0, 0), Written(nothing, nothing, nothing, [], 0), nothing, None)
     known = KnownPaths(segment, calls=known_paths.MIN_CALLS)
     for _ in range(known_paths.MAX_BALANCE):
         known.note(done=True)
