@@ -110,7 +110,10 @@ class Following:
         references = np.concatenate([block.relative for block in blocks])
         references += np.concatenate([x.new for x in blocks]) * first_value.repeat(counts[1])
         references -= np.concatenate([x.new_inputs for x in blocks]) * first_input.repeat(counts[1])
-        asked: list[int] = []
+        num_asked = [len(block.asked) for block in blocks]
+        asked = np.concatenate([block.asked for block in blocks])
+        is_older = asked < 0
+        asked += first_value.repeat(num_asked)
         firsts = zip(first_value.tolist(), first_input.tolist(), place - counts[1], strict=True)
         for (i, segment), block, first in zip(self._at.items(), blocks, firsts, strict=True):
             where = self._places[i]
@@ -118,7 +121,12 @@ class Following:
                 at, which = block.older_at
                 references[first[2] + at] = np.array(list(map(where.reference, block.older)))[which]
             where.append((*segment.begin, *first[:2]))
-            asked += map(where.reference, block.asked)
+        if is_older.any():
+            owner = np.repeat(np.arange(len(blocks)), num_asked)
+            of_each = list(zip(self._at.items(), first_value.tolist(), strict=True))
+            for k in np.flatnonzero(is_older).tolist():
+                (i, segment), first = of_each[owner[k]]
+                asked[k] = self._places[i].reference(int(asked[k]) - first + segment.begin[0])
         recorder.call_specs += np.concatenate([p.calls for p in parts]).tolist()
         recorder.references += references.tolist()
         recorder.input_group += np.concatenate([p.groups for p in parts]).tolist()
@@ -126,7 +134,7 @@ class Following:
             recorder.input_value += p.inputs
         recorder.num_values = int(values[-1])
         graph.turns += np.stack([list(self._at), nodes, inputs], axis=1).ravel().tolist()
-        return np.array(asked, np.int64)
+        return asked
 
     def _go_on(
         self, guesses: Sequence[Guess], blocks: Sequence[PathBlock], answers: list[int]
@@ -151,6 +159,8 @@ class Following:
             if answer in segment.after:
                 at[i] = segment.after[answer]
         self._at = at
+        for guess in dict.fromkeys(guesses):
+            guess.settle(self._workspace.programs)
         return used
 
     def _end(self, instance: int, segment: PathSegment) -> None:

@@ -15,6 +15,8 @@ has one that decides on shared arguments.
 Values and inputs of a path are numbered in the order in which they are recorded, from 0.
 """
 
+import collections
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -31,7 +33,8 @@ from jedbatch._session.indices import kinds_looked_up
 from jedbatch._session.program_cache import ProgramCache
 
 MAX_USES = 256  # of a guess, before they count half
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # of guesses cut short: few are planned
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)  # of guesses cut short: few are planned
+FEW_USES = 4  # of a guess, after which another answer is not expected instead
 MIN_CALLS = 2  # in which the same was recorded, before Python runs no more
 MAX_CHANGES = 4  # of types, from call to call, before nothing is learned
 MAX_BALANCE = 16  # instances
@@ -160,6 +163,7 @@ class Guess:
             self.path.append(following)
             self._work.append(sum(kernel.lane_work + ROW_WORK for kernel in kernels))
         self.stops = [0] * len(self.path)
+        self._others: collections.Counter[tuple[int, int]] = collections.Counter()
         self._blocks: dict[int, PathBlock] = {}
 
     def block(self, size: int) -> "PathBlock":
@@ -169,25 +173,32 @@ class Guess:
             found = self._blocks[size] = PathBlock.of(self.path[:size], self.answers)
         return found
 
-    def size_worth(self, instances: int, most_work: float) -> int:
+    def size_worth(self, instances: int, round_work: float) -> int:
         """Returns how many segments are worth running, as far as is known.
 
-        What is expected to run for nothing is at most half of what runs ahead, and costs at most
-        some work.
+        Every segment that runs for nothing costs its work, and every further round what a host
+        does for it. Of the ways to cut the segments into rounds one is taken that is expected to
+        cost least.
 
         Args:
           instances: that go on from here.
-          most_work: floating-point operations.
+          round_work: floating-point operations done while a host does what a round takes.
         """
         uses = sum(self.stops)
         if not uses or self.stops[-1] == uses:
             return len(self.path)
         stops = np.array(self.stops)
-        reached = stops[::-1].cumsum()[::-1][1:] / uses
-        used, wasted = reached.cumsum(), (1 - reached).cumsum()
-        work = instances * (np.array(self._work[1:]) * (1 - reached)).cumsum()
-        worth = 1 + int(((wasted <= used) & (work <= most_work)).sum())
-        return max(size for size in SIZES if size <= worth)
+        reached = instances * stops[::-1].cumsum()[::-1] / uses
+        sizes = [size for size in SIZES if size < len(reached)] + [len(reached)]
+        left = np.append(reached, 0.0)[sizes]  # that need another round
+        work = np.cumsum(self._work)[np.array(sizes) - 1]
+        used = np.cumsum(reached * self._work)[np.array(sizes) - 1]
+        rounds = round_work * (1 - np.exp(-left))
+        costs = np.zeros(len(sizes))
+        for k in range(len(sizes) - 2, -1, -1):
+            wasted = left[k] * (work[k + 1 :] - work[k]) - (used[k + 1 :] - used[k])
+            costs[k] = (wasted + rounds[k + 1 :] + costs[k + 1 :]).min()
+        return sizes[int((instances * work - used + rounds + costs).argmin())]
 
     def note(self, place: int, answer: int | None) -> None:
         """Notes that an instance went on as expected up to a place in the path.
@@ -197,12 +208,33 @@ class Guess:
           answer: there, if it was another than expected; None if it ended, or nothing is known.
         """
         self.stops[place] += 1
-        if answer is not None and self.stops[place] > sum(self.stops[place + 1 :]):
-            segment = self.path[place]
-            segment.likely = answer if answer in segment.after else segment.likely
-            self.path[0].guess = None  # which is to be made anew
-        elif sum(self.stops) > MAX_USES:
+        if answer is not None and place < len(self.answers):
+            self._others[place, answer] += 1
+
+    def settle(self, programs: ProgramCache) -> None:
+        """Expects other answers from now on where most were others than expected."""
+        if sum(self.stops) > MAX_USES:
             self.stops = [n // 2 for n in self.stops]
+            self._others = collections.Counter({k: n // 2 for k, n in self._others.items()})
+        for (place, answer), count in self._others.items():
+            segment = self.path[place]
+            is_most = count > FEW_USES + 2 * sum(self.stops[place + 1 :])
+            if is_most and answer in segment.after and segment.likely == self.answers[place]:
+                segment.likely = answer
+                self.path[0].guess = self._turned(programs)
+                break
+
+    def _turned(self, programs: ProgramCache) -> "Guess":
+        """Returns what is expected by now, with what was noted as far as it stays the same."""
+        other = Guess(self.path[0], programs)
+        pairs = zip(self.path[1:], other.path[1:], strict=False)
+        last = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] is pair[1], pairs))
+        other.stops[:last] = self.stops[:last]
+        went_on = self._others[last, other.answers[last]] if last < len(other.answers) else 0
+        other.stops[last] = sum(self.stops[last:]) - went_on
+        if went_on:
+            other.stops[last + 1] = went_on
+        return other
 
 
 class PathBlock(NamedTuple):
@@ -217,7 +249,7 @@ class PathBlock(NamedTuple):
       relative: references counted from the first value and input of the block.
       older: what else is read, once each.
       older_at: where in the references that is, and which of them it is.
-      asked: values that are asked for, as they are numbered in the path.
+      asked: int64[A], values that are asked for, counted from the first one of the block.
     """
 
     path: Sequence[PathSegment]
@@ -228,7 +260,7 @@ class PathBlock(NamedTuple):
     relative: np.ndarray
     older: list[int]
     older_at: tuple[np.ndarray, np.ndarray]
-    asked: list[int]
+    asked: np.ndarray
 
     @staticmethod
     def of(path: Sequence[PathSegment], answers: list[int]) -> "PathBlock":
@@ -251,7 +283,7 @@ class PathBlock(NamedTuple):
             relative,
             older.tolist(),
             (at, which),
-            [x.asked for x in path if x.asked is not None],
+            np.array([x.asked for x in path if x.asked is not None], np.int64) - value,
         )
 
 

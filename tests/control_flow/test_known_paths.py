@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from cases.helpers import assert_close, loop
 
 import jedbatch
 from jedbatch._control_flow import known_paths
-from jedbatch._control_flow.known_paths import KnownPaths, PathSegment, Written
+from jedbatch._control_flow.known_paths import Guess, KnownPaths, PathSegment, Written
+from jedbatch._record.registry import Registry
 from jedbatch._support import native
 
 pytestmark = pytest.mark.unoptimized
@@ -392,11 +394,64 @@ def test_what_is_kept_is_bounded(monkeypatch):
     assert len(ran) == 3
 
 
+def segment_that_asks(value):
+    nothing = np.zeros(0, np.int64)
+    return PathSegment((0, 0), Written(nothing, nothing, nothing, [], 0), nothing, value)
+
+
+def guess_of_a_loop(length):
+    """What is expected of a loop of so many steps, and what it needs of programs: nothing."""
+    path = [segment_that_asks(k) for k in range(length)]
+    for before, after in itertools.pairwise(path):
+        before.after = {1: segment_that_asks(None), 0: after}
+    programs = types.SimpleNamespace(registry=Registry((), jax.tree.structure(())))
+    return Guess(path[0], programs), programs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rounds_that_cost_least(seed):
+    """Against all ways to cut a loop into rounds: work for nothing, and rounds that come."""
+    rng = np.random.default_rng(seed)
+    guess, _ = guess_of_a_loop(10)
+    guess.stops = rng.integers(0, 4, 10).tolist()
+    guess._work = [0.0, *rng.uniform(1, 3, 9)]
+    instances, round_work = int(rng.integers(1, 9)), float(rng.choice([2.0, 20.0]))
+    begun = np.append(np.cumsum(guess.stops[::-1])[::-1] / sum(guess.stops), 0) * instances
+
+    def cost(cuts):
+        ran = sum(
+            (begun[a] if a else instances) * sum(guess._work[a:b])
+            for a, b in itertools.pairwise([0, *cuts])
+        )
+        return ran + round_work * sum(1 - np.exp(-begun[b]) for b in cuts)
+
+    sizes = [size for size in known_paths.SIZES if size < 10]
+    cuts = [(*x, 10) for n in range(len(sizes) + 1) for x in itertools.combinations(sizes, n)]
+    found = guess.size_worth(instances, round_work)
+    least = min(map(cost, cuts))
+    assert min(cost(x) for x in cuts if x[0] == found) == pytest.approx(least)
+
+
+def test_most_answers_are_expected():
+    """Not the first ones, and what was noted before the place where they differ is kept."""
+    guess, programs = guess_of_a_loop(6)
+    first = guess.path[0]
+    guess.note(2, 1)
+    for place in (5, 5, 1, 5):
+        guess.note(place, 1 if place < 5 else None)
+    first.guess = guess
+    guess.settle(programs)
+    assert first.guess is guess
+    for _ in range(known_paths.FEW_USES + 2 * 3):
+        guess.note(2, 1)
+    guess.settle(programs)
+    assert first.guess.answers == [0, 0, 1]
+    assert first.guess.stops == [0, 1, 3, 11]
+
+
 def test_paths_that_do_not_come_again_are_forgotten():
     """Otherwise what ran along them would be for nothing in every call."""
-    nothing = np.zeros(0, np.int64)
-    segment = PathSegment((0, 0), Written(nothing, nothing, nothing, [], 0), nothing, None)
-    known = KnownPaths(segment, calls=known_paths.MIN_CALLS)
+    known = KnownPaths(segment_that_asks(None), calls=known_paths.MIN_CALLS)
     for _ in range(known_paths.MAX_BALANCE):
         known.note(done=True)
         known.note(done=False)
