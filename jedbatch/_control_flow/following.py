@@ -10,7 +10,8 @@ likely to end, and the values that are asked for on the way are computed in one 
     round 2     what instance 2 records from there on
 
 An instance whose answer was not met there before is left to Python, from the start. As for steps
-that run ahead, what runs for nothing must end, and not call Python.
+that run ahead, what runs for nothing must end, and not call Python; nor look up rows of tables by
+numbers of the instance's arrays, since there need not be such rows.
 """
 
 import bisect

@@ -12,7 +12,8 @@ calls, others of their kind go through it without Python (see `_control_flow.fol
 are bools and ints; a function that reads anything else, such as `float(x)`, has no known paths, nor
 has one that decides on shared arguments.
 
-Values and inputs of a path are numbered in the order in which they are recorded, from 0.
+Values of a path are numbered in the order in which they are recorded, and inputs in the order in
+which they are read first, from 0.
 """
 
 import collections
