@@ -65,6 +65,7 @@ class Following:
         self.results: dict[int, InstanceResult] = {}
         self._workspace, self._note = workspace, note
         self._at = dict(first)
+        self._ends: dict[int, PathSegment] = {}  # of those that ask for nothing more
         self._places: dict[int, Place] = {i: Place() for i in first}
 
     def run(self) -> None:
@@ -83,6 +84,8 @@ class Following:
             if len(asked):
                 most = max(len(block.asked) for block in blocks) - 1
                 self._note(layout, waiting, start, most, len(asked) - waiting, used)
+            if not self._at:  # rounds are more alike without the ends of others
+                self._at, self._ends = self._ends, {}
         self._workspace.makes_room = True
 
     def _blocks(self) -> tuple[list[Guess], list[PathBlock]]:
@@ -141,7 +144,8 @@ class Following:
         self, guesses: Sequence[Guess], blocks: Sequence[PathBlock], answers: list[int]
     ) -> int:
         """Goes on by the answers of all instances; returns how many beyond the first are of use."""
-        at, used, end = {}, 0, 0
+        at: dict[int, PathSegment] = {}
+        used, end = 0, 0
         for i, guess, block in zip(self._at, guesses, blocks, strict=True):
             begin, end = end, end + len(block.asked)
             own, expected = answers[begin:end], block.answers
@@ -157,8 +161,9 @@ class Following:
             answer = own[place]
             is_likely = place < len(guess.answers) and answer == guess.answers[place]
             guess.note(place + is_likely, None if is_likely else answer)
-            if answer in segment.after:
-                at[i] = segment.after[answer]
+            following = segment.after.get(answer)
+            if following is not None:
+                (self._ends if following.asked is None else at)[i] = following
         self._at = at
         for guess in dict.fromkeys(guesses):
             guess.settle(self._workspace.programs)
