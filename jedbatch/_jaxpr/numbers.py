@@ -20,8 +20,11 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 
 from jedbatch._jaxpr.interpret import (
+    bodies_of,
     has_gradient,
     inner_programs,
+    interpret,
+    is_fixed,
     run_equation,
     run_with_bodies,
     value_of,
@@ -195,24 +198,50 @@ def is_same_with(numbers: Sequence[Number], program: Any, constant: object, key:
       constant: the same function, traced with these numbers.
       key: equal for equal parameters of operations.
     """
-    known = [jax.numpy.asarray(x.value) for x in numbers]
-    ours = _folded(program, known, key)
-    theirs = _folded(constant, [], key)
+    known = [_literal(x.value, x.weak) for x in numbers]
+    ours = _folded(_with_constants(program, known), key)
+    theirs = _folded(_with_constants(constant, []), key)
     return len(ours) == len(theirs) and all(
         a[:-1] == b[:-1] and _all_close(a[-1], b[-1]) for a, b in zip(ours, theirs, strict=True)
     )
 
 
-def _folded(program: Any, known: Sequence[Any], key: KeyOf) -> list[tuple]:
+def _literal(value: Any, weak: bool) -> Any:
+    """A number as what JAX writes into programs as a literal, if it has no axes."""
+    if value.ndim:
+        return jax.numpy.asarray(value)
+    return value.item() if weak else np.asarray(value)[()]
+
+
+def _with_constants(program: Any, known: Sequence[Any]) -> Any:
+    """The program without its last arguments, which are known; bodies hold what they read of it."""
+
+    def run(inner: Any, *args: Any) -> list[Any]:
+        return interpret(without_consts(inner), consts_of(inner), args, rule)
+
+    def rule(eqn: Equation, values: list[Any]) -> list[Any]:
+        if eqn.primitive.name in BODIES and not is_fixed(eqn):
+            bodies = [functools.partial(run, body) for body in bodies_of(eqn)]
+            return run_with_bodies(eqn, bodies, values)
+        if eqn.effects or any(isinstance(x, Tracer) for x in values):
+            return run_equation(without_consts(program), eqn, values)
+        with jax.ensure_compile_time_eval():
+            results = run_equation(without_consts(program), eqn, values)
+        return [_literal(x, jax.typeof(x).weak_type) if is_number(x) else x for x in results]
+
+    types = program.in_avals[: len(program.in_avals) - len(known)]
+    return jax.make_jaxpr(lambda *args: run(program, *args, *known))(*types)
+
+
+def _folded(program: Any, key: KeyOf) -> list[tuple]:
     """The equations of a program and its results, what is constant evaluated.
 
-    Each as (operation, its parameters, names of what it reads, constants that it reads).
+    Each as (operation, its parameters, names of what it reads, constants that it reads), followed
+    by those of its bodies.
     """
     jaxpr = without_consts(program)
-    first_known = len(jaxpr.invars) - len(known)
     values = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
-    values.update(zip(jaxpr.invars[first_known:], known, strict=True))
-    names: dict[Any, int] = {v: k for k, v in enumerate(jaxpr.invars[:first_known])}
+    names: dict[Any, int] = {v: k for k, v in enumerate(jaxpr.invars)}
 
     def entry(operation: object, atoms: Sequence[Any]) -> tuple:
         read = tuple(names.get(x) if not isinstance(x, Literal) else None for x in atoms)
@@ -226,7 +255,12 @@ def _folded(program: Any, known: Sequence[Any], key: KeyOf) -> list[tuple]:
             constants = [value_of(x, values) for x in atoms]
             values.update(zip(eqn.outvars, run_equation(jaxpr, eqn, constants), strict=True))
             continue
-        entries.append(entry((eqn.primitive, key(eqn.params)), atoms))
+        bodies = traced_bodies(eqn.primitive.name, eqn.params)
+        inside = BODIES[eqn.primitive.name] if bodies else ()
+        others = {name: x for name, x in eqn.params.items() if name not in inside}
+        entries.append(entry((eqn.primitive, key(others)), atoms))
+        for body in bodies:
+            entries += _folded(body, key)
         names.update(zip(eqn.outvars, itertools.count(len(names)), strict=False))
     return [*entries, entry("results", jaxpr.outvars)]
 

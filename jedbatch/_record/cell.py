@@ -114,9 +114,10 @@ def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> A
       closed-over values, compared by content where it can be written out and else by identity. A
       cell made inside the batched function is therefore the same at every call, unless it closes
       over something new each time (`RecompilationWarning`). Symbolic values it closes over
-      directly become operands, and so do numbers and small arrays of NumPy that differ from call
-      to call, unless Python must know them. If what it closes over changes, weights of a module
-      for instance, it is recorded again (see `jedbatch.batch`).
+      become operands, and so do numbers and small arrays of NumPy that differ from call to call,
+      unless Python must know them; those that are its defaults or the arguments of a
+      `functools.partial`, and those that functions among these close over, too. If what it closes
+      over changes, weights of a module for instance, it is recorded again (see `jedbatch.batch`).
 
     Examples:
       >>> import jax.numpy as jnp, jedbatch

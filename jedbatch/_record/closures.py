@@ -1,18 +1,24 @@
 """Identity of Python functions: equal keys for functions that compute the same.
 
 Two functions compute the same if their code, globals, defaults and closed-over values are the
-same. Closed-over values are compared by content where it can be written out and else by identity;
-symbolic values that a function closes over directly are operands instead.
+same. Closed-over values are compared by content where it can be written out and else by identity.
+
+Before, some of what a function holds is taken out of it (`held_values`, `with_held_values`):
+symbolic values, which are operands, and numbers that differ from call to call. It holds what it
+closes over, its defaults, the arguments of a `functools.partial`, and what functions among these
+hold.
 """
 
 import contextlib
 import enum
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
@@ -78,9 +84,7 @@ def function_identity(
     `ways` names arrays, by their ids, that are told apart by name; `program_key` tells programs of
     JAX apart, in which it hands on functions that it has traced.
     """
-    direct = free_values(function_of(fn))
-    operands = {id(x): "operand" for x in direct if isinstance(x, Tracer)}
-    return _identity(fn, operands, ways, program_key, [])
+    return _identity(fn, ways, program_key, [])
 
 
 _FUNCTIONS = (*function_types(), types.MethodType, functools.partial)
@@ -88,15 +92,14 @@ _FUNCTIONS = (*function_types(), types.MethodType, functools.partial)
 
 def _identity(
     value: object,
-    operands: Mapping[int, str],
     ways: Mapping[int, Hashable],
     program_key: Callable[[Any], Hashable],
     path: list[int],
 ) -> Hashable:
     """Returns the key of a function or of something that it leads to.
 
-    Tracers it closes over directly become operands. Elsewhere, values that all instances share
-    are told apart, and others find no equal: they make an error when the cell is traced.
+    Of symbolic values, those that all instances share are told apart, and others find no equal:
+    they make an error when the cell is traced.
     """
     value = function_of(value)
     if id(value) in path:  # a function that calls itself
@@ -104,11 +107,9 @@ def _identity(
     path = [*path, id(value)]
 
     def each(parts: Any) -> tuple[Hashable, ...]:
-        return tuple(_identity(x, operands, ways, program_key, path) for x in parts)
+        return tuple(_identity(x, ways, program_key, path) for x in parts)
 
     if isinstance(value, Tracer):
-        if len(path) == 2 and id(value) in operands:
-            return "operand"
         shared = getattr(value, "shared_index", None)
         if shared is not None:
             return "shared", shared
@@ -141,18 +142,106 @@ def _identity(
     return typed_or_same(value)
 
 
-def with_free_values(fn: Any, values: Mapping[int, Any]) -> Any:
-    """The function with some of the values it closes over replaced, by position."""
+Parts = dict[int, tuple[Any, list[Any]]]  # functions and what they are made of, by their ids
+
+
+def _parts(x: Any) -> list[Any] | None:
+    """What a function is made of, if there can be one with other parts; None of anything else."""
+    if type(x) in (functools.partial, jax.tree_util.Partial):
+        return [x.func, *x.args, *(value for _, value in sorted(x.keywords.items()))]
+    if type(x) is types.MethodType:
+        return [x.__func__]
+    if type(x) is types.FunctionType and cell_of(x) is None:
+        return [*free_values(x), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
+    return None
+
+
+def _functions_in(fn: object) -> Parts:
+    """A function and the functions that it holds, each once."""
+    found: Parts = {}
+    stack = [fn]
+    while stack:
+        x = stack.pop()
+        parts = None if id(x) in found else _parts(x)
+        if parts is not None:
+            found[id(x)] = x, parts
+            stack += reversed(parts)
+    return found
+
+
+def held_values(fn: object) -> tuple[Any, ...]:
+    """Returns all that a function holds, and the functions that it holds: but for functions."""
+    found = _functions_in(fn)
+    return tuple([x for _, parts in found.values() for x in parts if id(x) not in found])
+
+
+def held_functions(fn: object) -> Hashable:
+    """Which function holds which: two of equal identity may hold one twice, or another as well."""
+    found = _functions_in(fn)
+    numbers = {key: k for k, key in enumerate(found)}
+    return tuple([tuple([numbers.get(id(x)) for x in parts]) for _, parts in found.values()])
+
+
+def with_held_values(fn: Any, values: Mapping[int, Any]) -> Any:
+    """The function with some of the `held_values` replaced, by position."""
     if not values:
         return fn
-    assigned = iter(range(len(fn.__closure__)))
-    cells = tuple(
-        types.CellType(values[k]) if _is_assigned(c) and (k := next(assigned)) in values else c
-        for c in fn.__closure__
-    )
-    copy = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, fn.__defaults__, cells)
-    copy.__kwdefaults__ = fn.__kwdefaults__
-    return copy
+    found, position = _functions_in(fn), itertools.count()
+    parts_of, changed = {}, set()
+    for key, (_, parts) in found.items():
+        places = [None if id(x) in found else next(position) for x in parts]
+        parts_of[key] = [
+            x if k is None else values.get(k, x) for k, x in zip(places, parts, strict=True)
+        ]
+        if not values.keys().isdisjoint(places):
+            changed.add(key)
+    num_changed = 0
+    while num_changed != len(changed):
+        num_changed = len(changed)
+        changed |= {
+            key for key, parts in parts_of.items() if not changed.isdisjoint(map(id, parts))
+        }
+    copies: dict[int, Any] = {}
+
+    def copy(x: Any) -> Any:
+        if id(x) not in changed:
+            return x
+        if id(x) not in copies:
+            if type(x) is types.FunctionType:
+                made = copies[id(x)] = _with_empty_cells(x)  # it may call itself
+                _fill(x, made, [copy(part) for part in parts_of[id(x)]])
+            else:
+                fn, *args = [copy(part) for part in parts_of[id(x)]]
+                copies[id(x)] = _bound(x, fn, args)
+        return copies[id(x)]
+
+    return copy(fn)
+
+
+def _bound(x: Any, fn: Any, args: list[Any]) -> Any:
+    """A method or partial like another one, of another function and with other arguments."""
+    if type(x) is types.MethodType:
+        return types.MethodType(fn, x.__self__)
+    names = sorted(x.keywords)
+    first = len(args) - len(names)
+    return type(x)(fn, *args[:first], **dict(zip(names, args[first:], strict=True)))
+
+
+def _with_empty_cells(fn: types.FunctionType) -> types.FunctionType:
+    cells = tuple([types.CellType() if _is_assigned(c) else c for c in fn.__closure__ or ()])
+    made = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells)
+    made.__dict__.update(fn.__dict__)
+    return made
+
+
+def _fill(fn: types.FunctionType, made: types.FunctionType, parts: list[Any]) -> None:
+    """Gives a copy of a function its parts."""
+    rest = iter(parts)
+    for old, new in zip(fn.__closure__ or (), made.__closure__ or (), strict=True):
+        if _is_assigned(old):
+            new.cell_contents = next(rest)
+    made.__defaults__ = tuple([next(rest) for _ in fn.__defaults__ or ()]) or None
+    made.__kwdefaults__ = {name: next(rest) for name in fn.__kwdefaults__ or ()} or None
 
 
 def _is_assigned(cell: types.CellType) -> bool:
@@ -162,7 +251,7 @@ def _is_assigned(cell: types.CellType) -> bool:
         return False
 
 
-NUMBER = object()  # stands for a number that a function takes as an operand
+OPERAND = object()  # stands for what a function takes as an operand
 
 
 @functools.lru_cache(maxsize=4096)

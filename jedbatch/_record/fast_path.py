@@ -25,7 +25,7 @@ from jax.tree_util import PyTreeDef
 
 from jedbatch._jaxpr.identity import tree_key
 from jedbatch._record.cell import Cell
-from jedbatch._record.closures import reachable_cells
+from jedbatch._record.closures import held_values, reachable_cells
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import may_change
 from jedbatch._record.registry import END
@@ -192,6 +192,8 @@ def describe_call(
     """The way to a call in `registry.calls`; None if it needs a closer look every time."""
     tokens: list[Hashable] = [cell]
     if reachable_cells(cell.fn) != cell.closure:
+        return None
+    if any(isinstance(x, Tracer) for x in held_values(cell.fn)):
         return None
     if static:
         try:

@@ -11,9 +11,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jedbatch._jaxpr.numbers import Number, is_number, with_numbers
-from jedbatch._record.closures import NUMBER, free_values, function_identity, with_free_values
+from jedbatch._record.closures import (
+    OPERAND,
+    function_identity,
+    held_functions,
+    held_values,
+    with_held_values,
+)
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._support.caches import Memory
 
@@ -101,7 +108,7 @@ class Lifting:
     def of_closure(
         self, fn: Callable, reached: Mapping[int, Hashable], computed: Collection[int]
     ) -> tuple[Hashable, dict[int, Number]]:
-        """Returns a function without the numbers it closes over, and those that are operands.
+        """Returns a function without the numbers it holds, and those that are operands.
 
         Args:
           fn: the function.
@@ -109,25 +116,25 @@ class Lifting:
           computed: ids of arrays that were computed from numbers while recording.
 
         Returns:
-          What `fix` knows the function by, and numbers by position among `free_values`.
+          What `fix` knows the function by, and numbers by position among `held_values`.
         """
+        held = dict(enumerate(held_values(fn)))
         numbers = {
-            k: number
-            for k, x in enumerate(free_values(fn))
-            if (number := _number_of(x, computed)) is not None
+            k: number for k, x in held.items() if (number := _number_of(x, computed)) is not None
         }
         if not numbers:
             return None, {}
-        without = with_free_values(fn, dict.fromkeys(numbers, NUMBER))
+        places = [*numbers, *(k for k, x in held.items() if isinstance(x, Tracer))]
+        without = with_held_values(fn, dict.fromkeys(places, OPERAND))
         types = tuple((x.value.shape, x.value.dtype, x.weak) for x in numbers.values())
-        skeleton = ("closure", function_identity(without, reached), types)
+        skeleton = "closure", function_identity(without, reached), held_functions(fn), types
         lifted = self.lifted(skeleton, tuple(numbers.values()))
         positions = list(numbers)
         return skeleton, {positions[k]: numbers[positions[k]] for k in lifted}
 
 
 def _number_of(x: object, computed: Collection[int]) -> Number | None:
-    """Returns a number or small array that a function closes over; None of anything else."""
+    """Returns a number or small array that a function holds; None of anything else."""
     if type(x) not in (int, float, complex) and not is_number(x):
         return None
     if isinstance(x, jax.Array) and id(x) not in computed:

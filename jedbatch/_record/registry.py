@@ -490,9 +490,9 @@ class Registry:
                 if index is None:
                     raise SymbolicValueError(
                         f"cell `{name}` uses a symbolic or traced value of type "
-                        f"{const.aval.str_short()} that is not among its arguments and that it "
-                        "does not close over directly (a helper function does); pass the value "
-                        "to the cell as an argument."
+                        f"{const.aval.str_short()} that is not among its arguments and that "
+                        "neither it nor a function in it closes over (a container or an object "
+                        "holds it); pass the value to the cell as an argument."
                     )
                 extra.append(index)
         has_loops = any(map(cares_for_padding, jaxpr.eqns))

@@ -1,8 +1,8 @@
 """Recording calls of cells the first time, and those without a short description.
 
 The arguments of a call are flattened. Arrays and numbers are operands, whether they are symbolic or
-not, and so are symbolic values that the function closes over directly, and numbers it closes over
-that differ from call to call (see `lifting`). Everything else is part of the type.
+not, and so are symbolic values that the function holds, and numbers that differ from call to call
+(see `closures`, `lifting`). Everything else is part of the type.
 """
 
 import functools
@@ -22,10 +22,11 @@ from jedbatch._jaxpr.numbers import Number, is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
 from jedbatch._record.cell import Cell, pause, spelled, static_options
 from jedbatch._record.closures import (
-    NUMBER,
-    free_values,
+    OPERAND,
     function_identity,
-    with_free_values,
+    held_functions,
+    held_values,
+    with_held_values,
 )
 from jedbatch._record.failures import note_call
 from jedbatch._record.fast_path import reference_widths
@@ -116,25 +117,25 @@ def cell_call_spec(
       cell: the cell.
       args: its positional arguments.
       static: its keyword arguments.
-      lifted: numbers it closes over that are operands, by position among `free_values`.
+      lifted: numbers it holds that are operands, by position among `held_values`.
     """
     fn = cell.fn
     options = static_options(cell, static)
-    captured = {k: x for k, x in enumerate(free_values(fn)) if isinstance(x, Tracer)}
-    numbers = {k: recorder.number(x) for k, x in lifted.items()}
-    captured |= numbers
-    from_closure = list(captured.values())
+    captured = {k: x for k, x in enumerate(held_values(fn)) if isinstance(x, Tracer)}
+    captured |= {k: recorder.number(x) for k, x in lifted.items()}
+    places = sorted(captured)
+    from_closure = [captured[k] for k in places]
     leaves, tree = flatten((args, from_closure), f"an argument of cell `{cell.name}`")
     leaves = [as_number(leaf) for leaf in leaves]
     if _is_foreign(recorder, leaves):
         return None
-    without = with_free_values(fn, dict.fromkeys(numbers, NUMBER))
+    without = with_held_values(fn, dict.fromkeys(places, OPERAND))
     identity = function_identity(without, recorder.registry.reached)
+    if captured:
+        identity = identity, held_functions(fn)
     if recorder.grouping is None:
         _make_values(recorder, (identity, options, tree_key(tree)), leaves, tree)
     slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
-
-    places = tuple(captured)
 
     def call(shared_values, operand_values):
         sources = {"shared": iter(shared_values), "value": iter(operand_values)}
@@ -142,7 +143,7 @@ def cell_call_spec(
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
         args, values = jax.tree.unflatten(tree, filled)
         try:
-            return with_free_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
+            return with_held_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
         except Exception as error:
             note_call(error, cell.name, fn, args, static)
             raise

@@ -131,12 +131,12 @@ def test_cells_over_a_dict_of_params_do_not_recompile():
     assert batched.compilations == before
 
 
-def test_values_a_cell_reaches_indirectly_are_an_error():
-    """Only what it closes over directly becomes an operand."""
+def test_values_a_cell_reaches_in_containers_are_an_error():
+    """Only what functions hold becomes an operand."""
 
     def fn(p, x):
-        helper = lambda v: jnp.sin(v) * x  # noqa: E731
-        return cell(lambda v: helper(v))(p["a"])
+        held = [x]
+        return cell(lambda v: jnp.sin(v) * held[0])(p["a"])
 
     with pytest.raises(jedbatch.errors.SymbolicValueError, match="as an argument"):
         jedbatch.batch(fn)(P, XS)

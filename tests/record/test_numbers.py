@@ -1,5 +1,6 @@
-"""Numbers in the bodies of operations and in closures of cells: data, not types."""
+"""Numbers in the bodies of operations and in what cells hold: data, not types."""
 
+import functools
 import itertools
 
 import jax
@@ -64,6 +65,78 @@ def cell(w, x, rate, n):
     return jedbatch.cell(lambda w, y: jnp.tanh(y * rate) * w + table + bias)(w, x)
 
 
+def decay(rate, x, *, by=1.0):
+    return jnp.sin(x * rate) * by
+
+
+class Decay:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def run(self, rate, x):
+        return x * rate * self.scale
+
+
+DECAY = Decay(2.0)
+
+
+def of_partial(rate):
+    return functools.partial(decay, rate)
+
+
+def of_partial_by_name(rate):
+    return jax.tree_util.Partial(decay, rate, by=rate)
+
+
+def of_partial_of_partial(rate):
+    return functools.partial(functools.partial(decay, by=rate), rate)
+
+
+def of_method(rate):
+    return functools.partial(DECAY.run, rate)
+
+
+def of_default(rate):
+    held = of_partial(rate)
+    return lambda x, *, to=rate, by=held: by(x) + to
+
+
+def of_function_inside(rate):
+    def down(x, n):
+        return x if n == 0 else down(x * rate, n - 1)
+
+    return lambda x: down(x, 2) + of_partial(rate)(x)
+
+
+def of_loop_inside(rate):
+    body = functools.partial(lambda rate, c, _: (jnp.tanh(c * (1 - rate)), None), rate)
+    return lambda x: jax.lax.scan(body, x, None, length=2)[0]
+
+
+def of_derivative(rate):
+    return jax.grad(lambda x: decay(rate, x).sum())
+
+
+HOLDERS = [
+    of_partial,
+    of_partial_by_name,
+    of_partial_of_partial,
+    of_method,
+    of_default,
+    of_function_inside,
+    of_loop_inside,
+    of_derivative,
+]
+
+
+def held_twice(w, x, rate, n):
+    """One function in two places, or two that are equal but for what they hold."""
+    first, second = of_partial(rate), of_partial(1 - rate)
+    three = lambda a, b, c, x: a(x) + 2 * b(x) + 4 * c(x)  # noqa: E731
+    places = (first, first, second) if n % 2 else (first, second, second)
+    return jedbatch.cell(functools.partial(three, *places))(x) * w
+
+
 FUNCTIONS = [scan, branch, loop, remat, jitted, nested, with_rules, on_parameters, cell]
 
 
@@ -85,6 +158,20 @@ def test_values_and_gradients():
         return [fn(w, *i) for fn in (branch, nested, with_rules, on_parameters, cell)]
 
     check(every, W, instances(count=6), rtol=1e-4)
+
+
+@pytest.mark.parametrize("number", [np.float32, lambda x: np.array([x, 1], np.float32)])
+@pytest.mark.parametrize("make", HOLDERS)
+def test_what_functions_that_are_cells_hold_is_data(make, number):
+    """Numbers, and arrays of the instance: those are symbolic."""
+    fn = lambda w, i: jedbatch.cell(make(i[1]))(i[0] * w)  # noqa: E731
+    batched = check(fn, W, instances(number, 8), rtol=1e-4)
+    assert len(set(batched.plan(W, instances(number, 30)).graph.node_type.tolist())) <= 2
+
+
+@pytest.mark.parametrize("number", [float, lambda x: np.array([x, 1], np.float32)])
+def test_numbers_of_functions_that_are_held_twice(number):
+    check(lambda w, i: held_twice(w, *i), W, instances(number), rtol=1e-4)
 
 
 def test_rules_that_close_over_numbers_make_types():
