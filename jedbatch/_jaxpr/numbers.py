@@ -102,7 +102,7 @@ def numbers_of(program: Any) -> Iterator[Number]:
     """Yields the numbers of a program, in order."""
     for const in consts_of(program):
         if is_number(const):
-            yield Number(np.asarray(const), bool(jax.typeof(const).weak_type))
+            yield _number_in(const)
     jaxpr = without_consts(program)
     for eqn in jaxpr.eqns:
         if reads_numbers(eqn):
@@ -110,6 +110,10 @@ def numbers_of(program: Any) -> Iterator[Number]:
         for body in traced_bodies(eqn.primitive.name, eqn.params):
             yield from numbers_of(body)
     yield from map(_number, filter(is_literal, jaxpr.outvars))
+
+
+def _number_in(array: Any) -> Number:
+    return Number(np.asarray(array), bool(jax.typeof(array).weak_type))
 
 
 def _number(literal: Literal) -> Number:
@@ -198,7 +202,7 @@ def is_same_with(numbers: Sequence[Number], program: Any, constant: object, key:
       constant: the same function, traced with these numbers.
       key: equal for equal parameters of operations.
     """
-    known = [_literal(x.value, x.weak) for x in numbers]
+    known = list(map(literal, numbers))
     ours = _folded(_with_constants(program, known), key)
     theirs = _folded(_with_constants(constant, []), key)
     return len(ours) == len(theirs) and all(
@@ -206,11 +210,12 @@ def is_same_with(numbers: Sequence[Number], program: Any, constant: object, key:
     )
 
 
-def _literal(value: Any, weak: bool) -> Any:
+def literal(number: Number) -> Any:
     """A number as what JAX writes into programs as a literal, if it has no axes."""
+    value, weak = number
     if value.ndim:
         return jax.numpy.asarray(value)
-    return value.item() if weak else np.asarray(value)[()]
+    return value.item() if weak else value[()]
 
 
 def _with_constants(program: Any, known: Sequence[Any]) -> Any:
@@ -227,7 +232,7 @@ def _with_constants(program: Any, known: Sequence[Any]) -> Any:
             return run_equation(without_consts(program), eqn, values)
         with jax.ensure_compile_time_eval():
             results = run_equation(without_consts(program), eqn, values)
-        return [_literal(x, jax.typeof(x).weak_type) if is_number(x) else x for x in results]
+        return [literal(_number_in(x)) if is_number(x) else x for x in results]
 
     types = program.in_avals[: len(program.in_avals) - len(known)]
     return jax.make_jaxpr(lambda *args: run(program, *args, *known))(*types)

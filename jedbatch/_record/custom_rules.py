@@ -8,27 +8,39 @@ symbolic values are gone, and a number that Python holds would make another type
 So what closes over symbols, or was met with other numbers before, is traced while it is recorded,
 rule and all. Numbers of the programs are data like those in the bodies of loops (`_jaxpr.numbers`),
 and arrays are operands. As in JAX, it is an error to differentiate with respect to them.
+
+Functions that are made in the body of a loop, branch or call reach us as equations of its program.
+Where these hold symbols or vary, the body is traced again with programs in their place, so that
+what they hold belongs to the body.
 """
 
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, set_current_trace
 from jax.interpreters import ad, batching, mlir
 
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.closed_over import closed_over
-from jedbatch._jaxpr.interpret import has_gradient, interpret, run_equation
-from jedbatch._jaxpr.numbers import numbers_of, run_program
+from jedbatch._jaxpr.interpret import (
+    bodies_of,
+    has_gradient,
+    interpret,
+    is_fixed,
+    run_equation,
+    run_with_bodies,
+)
+from jedbatch._jaxpr.numbers import BODIES, Number, literal, numbers_of, run_program, traced_bodies
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._jaxpr.versions import consts_of, without_consts
+from jedbatch._jaxpr.versions import RULES_OF, consts_of, traced_rule, without_consts
 from jedbatch._record.cell import pause
+from jedbatch._record.closures import held_values
 from jedbatch._record.keys import Keys
 from jedbatch._record.shared_values import owned
 from jedbatch._record.variants import VariantsMet
@@ -36,6 +48,8 @@ from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array, Leaf
 
 MANY_FUNCTIONS = 256  # that are known as programs
+MANY_BODIES = 1024  # of operations whose functions with rules are known to be constant
+MAX_CONSTANT_RULES = 1  # of functions in bodies that are equal but for numbers and rules
 
 CUSTOM_CALLS = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
@@ -53,6 +67,11 @@ class CustomPrograms(NamedTuple):
     programs: tuple[Any, ...]
     captured: tuple[Any, ...]
     is_inexact: tuple[bool, ...]
+
+    @property
+    def numbers(self) -> list[Number]:
+        """The numbers of all programs."""
+        return [x for program in self.programs for x in numbers_of(program)]
 
     @property
     def holds_tracers(self) -> bool:
@@ -150,6 +169,7 @@ class CustomFunctions:
         self._keys = keys
         self._variants = variants
         self._known: dict[Hashable, CustomPrograms | None] = Memory(MANY_FUNCTIONS)
+        self._constant: dict[Hashable, None] = Memory(MANY_BODIES)
 
     def programs(
         self,
@@ -187,6 +207,102 @@ class CustomFunctions:
             elif not programs.holds_tracers and not varies:
                 self._known[key, types] = None
         return programs if programs is not None and (varies or programs.holds_tracers) else None
+
+    def vary_inside(self, key: PrimitiveKey, name: str, params: Mapping[str, Any]) -> bool:
+        """Returns whether functions in the bodies of an operation vary or close over symbols.
+
+        Args:
+          key: of the operation.
+          name: of its primitive.
+          params: its parameters.
+        """
+        if key in self._constant:
+            return False
+        vary = [self._varies(eqn) for body in traced_bodies(name, params) for eqn in _calls(body)]
+        if not any(vary):
+            self._constant[key] = None
+        return any(vary)
+
+    def _varies(self, eqn: Any) -> bool:
+        name, params = eqn.primitive.name, eqn.params
+        try:
+            _, consts, rest = traced_rule(name, params)
+        except Exception:  # it may be an error to differentiate it at all
+            return False
+        held = [x for fn in rest for x in held_values(getattr(fn, "f", fn))]
+        if any(isinstance(x, Tracer) for x in (*consts, *held)):
+            return True
+        if name != "custom_jvp_call":  # what the rule of others is made of differs every time
+            return False
+        place = self._keys.programs_key(name, [params["call_jaxpr"]]).skeleton
+        variant = self._keys.rule_key(name, params)
+        return self._variants.are_many(("inside", place), variant, MAX_CONSTANT_RULES)
+
+    def run_opened(self, call: Callable, args: Sequence[Leaf], is_weight: Callable) -> list[Leaf]:
+        """Returns `call(*args)` of an operation, functions with rules in its bodies as programs.
+
+        Args:
+          call: of one operation with bodies.
+          args: the arguments.
+          is_weight: whether an array is one that the batched function reaches.
+        """
+
+        def run(program: Any, *values: Any) -> list[Any]:
+            inner = without_consts(program)
+
+            def rule(eqn: Any, values: list[Any]) -> list[Any]:
+                name = eqn.primitive.name
+                if name in RULES_OF:
+                    return self._as_programs(inner, eqn, values, is_weight)
+                if name not in BODIES or is_fixed(eqn) or not _has_calls(eqn):
+                    return run_equation(inner, eqn, values)
+                bodies = [functools.partial(run, body) for body in bodies_of(eqn)]
+                if name == "jit":
+                    body: Any = bodies[0]
+                    body.__name__ = eqn.params["name"]
+                    return jax.jit(body)(*values)
+                return run_with_bodies(eqn, bodies, values)
+
+            return interpret(inner, consts_of(program), values, rule)
+
+        with pause():
+            program = jax.make_jaxpr(call)(*map(jax.typeof, args))
+        return run(program, *args)
+
+    def _as_programs(
+        self, jaxpr: Any, eqn: Any, values: Sequence[Any], is_weight: Callable
+    ) -> list[Any]:
+        """The results of a function with a rule, called by an equation; numbers are literals."""
+        num_consts = eqn.params["num_consts"]
+
+        def apply(*args: Any) -> list[Any]:
+            return run_equation(jaxpr, eqn, [*values[:num_consts], *args])
+
+        def is_captured(x: object) -> bool:
+            return isinstance(x, Tracer) or is_weight(x)
+
+        functions = (None,) * (2 if eqn.primitive.name == "custom_jvp_call" else 3)
+        args = values[num_consts:]
+        programs = custom_programs(functions, apply, args, is_captured, self._keys.rule_key)
+        if programs is None:
+            return apply(*args)
+        numbers = {k: x for k, x in enumerate(programs.numbers) if has_gradient(x.value.dtype)}
+        held = [jax.lax.stop_gradient(literal(x)) for x in numbers.values()]
+        return programs.operation(tuple(numbers))(*held, *programs.captured, *args)
+
+
+def _calls(program: Any) -> Iterator[Any]:
+    """Yields the calls of functions with rules in the bodies of a program."""
+    for eqn in without_consts(program).eqns:
+        if eqn.primitive.name in RULES_OF:
+            yield eqn
+        for body in traced_bodies(eqn.primitive.name, eqn.params):
+            yield from _calls(body)
+
+
+def _has_calls(eqn: Any) -> bool:
+    bodies = traced_bodies(eqn.primitive.name, eqn.params)
+    return any(next(_calls(body), None) is not None for body in bodies)
 
 
 def record_custom(
@@ -231,6 +347,40 @@ def record_custom(
     return out
 
 
+def record_opened(
+    recorder: Any,
+    key: PrimitiveKey,
+    name: str,
+    params: Mapping[str, Any],
+    call: Callable,
+    args: Sequence[Leaf],
+) -> list[Leaf] | None:
+    """Records an operation whose bodies make functions with rules of something of the instance.
+
+    Args:
+      recorder: of the instance.
+      key: of the operation.
+      name: of its primitive.
+      params: its parameters.
+      call: `call(*args)` is its results.
+      args: the arguments.
+
+    Returns:
+      Its results; None where there are no such functions.
+    """
+    if recorder.is_opened or key.is_ragged:
+        return None
+    custom = recorder.registry.custom
+    if not custom.vary_inside(key, name, params):
+        return None
+    recorder.is_opened = True
+    try:
+        with set_current_trace(recorder):
+            return custom.run_opened(call, args, recorder.is_weight_reached)
+    finally:
+        recorder.is_opened = False
+
+
 def custom_programs(
     functions: Sequence[Any],
     call: Callable,
@@ -259,7 +409,7 @@ def custom_programs(
             whole = _closed(first, captured)
             in_rule: Any = _in_reverse
             if trace is _traced_forward:
-                in_rule = _InForwardRule(rule_key, first.eqns[0])
+                in_rule = _InForwardRule(rule_key, first, len(types))
             others = [_closed(program, captured, in_rule) for program in programs[1:]]
     except Exception:  # it may be an error to differentiate it at all
         return None
@@ -322,17 +472,24 @@ class _InForwardRule:
     The function itself is another operation, as it closes over arrays; all else is left.
     """
 
-    def __init__(self, rule_key: Callable[[str, Any], Any], me: Any):
+    def __init__(self, rule_key: Callable[[str, Any], Any], first: Any, num_args: int):
+        me = first.eqns[0]
         self._of = rule_key
         self._key = rule_key(me.primitive.name, me.params)
+        arrays = dict(zip(without_consts(first).constvars, consts_of(first), strict=True))
+        self._own = [id(arrays.get(x)) for x in me.invars[: len(me.invars) - num_args]]
 
-    def __call__(self, eqn: Any, values: list[Any], run: Callable, apart: Callable) -> list[Any]:
-        name = eqn.primitive.name
+    def __call__(
+        self, eqn: Any, values: list[Any], run: Callable, apart: Callable, held: Mapping[int, Any]
+    ) -> list[Any]:
+        name, num_own = eqn.primitive.name, len(self._own)
         if name != "custom_jvp_call" or self._of(name, eqn.params) != self._key:
             return run()
+        if any(held.get(x) is not y for x, y in zip(self._own, values[:num_own], strict=True)):
+            return run()  # it closes over other arrays
         types = [v.aval for v in eqn.outvars]
         results = tuple((t.shape, t.dtype.name, bool(t.weak_type)) for t in types)
-        return custom_itself_p.bind(*values[eqn.params["num_consts"] :], results=results)
+        return custom_itself_p.bind(*values[num_own:], results=results)
 
 
 custom_itself_p = Primitive("custom_itself")
@@ -356,7 +513,9 @@ ad.primitive_jvps[reverse_only_p] = _refuse_forward_mode
 mlir.register_lowering(reverse_only_p, lambda _, x: [x])
 
 
-def _in_reverse(eqn: Any, values: list[Any], run: Callable, apart: Callable) -> list[Any]:
+def _in_reverse(
+    eqn: Any, values: list[Any], run: Callable, apart: Callable, _: Mapping[int, Any]
+) -> list[Any]:
     """Runs a call of a function with a rule in a rule for the reverse.
 
     That is differentiated in forward mode alone, in which JAX refuses those for the reverse.
@@ -366,7 +525,9 @@ def _in_reverse(eqn: Any, values: list[Any], run: Callable, apart: Callable) -> 
     return [reverse_only_p.bind(x) if has_gradient(x.dtype) else x for x in apart()]
 
 
-def _taken_apart(eqn: Any, values: list[Any], run: Callable, apart: Callable) -> list[Any]:
+def _taken_apart(
+    eqn: Any, values: list[Any], run: Callable, apart: Callable, _: Mapping[int, Any]
+) -> list[Any]:
     """Runs a call of a function with a rule where nobody differentiates it."""
     return apart()
 
@@ -374,19 +535,21 @@ def _taken_apart(eqn: Any, values: list[Any], run: Callable, apart: Callable) ->
 def _closed(program: Any, captured: Sequence[Any], of_call: Callable = _taken_apart) -> Any:
     """The program with what it closes over as first arguments.
 
-    A call of a function with a rule becomes `of_call(equation, values, run, apart)`, where `run`
-    calls it and `apart` runs its program without the rule.
+    A call of a function with a rule becomes `of_call(equation, values, run, apart, held)`, where
+    `run` calls it, `apart` runs its program without the rule, and `held` has what is closed over.
     """
     places = {id(x): k for k, x in enumerate(captured)}
 
-    def evaluate(inner: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+    def evaluate(
+        inner: Any, consts: Sequence[Any], args: Sequence[Any], held: Mapping[int, Any]
+    ) -> list[Any]:
         def rule(eqn: Any, values: list[Any]) -> list[Any]:
             run = functools.partial(run_equation, inner, eqn, values)
             if eqn.primitive.name not in CUSTOM_CALLS:
                 return run()
             body = eqn.params.get("call_jaxpr") or eqn.params["fun_jaxpr"]
-            apart = functools.partial(evaluate, without_consts(body), consts_of(body), values)
-            return of_call(eqn, values, run, apart)
+            inside = without_consts(body), consts_of(body), values, held
+            return of_call(eqn, values, run, functools.partial(evaluate, *inside), held)
 
         return interpret(inner, consts, args, rule)
 
@@ -394,7 +557,8 @@ def _closed(program: Any, captured: Sequence[Any], of_call: Callable = _taken_ap
         consts = [
             arrays[places[id(c)]] if id(c) in places else owned(c) for c in consts_of(program)
         ]
-        return evaluate(without_consts(program), consts, args)
+        held = dict(zip(map(id, consts_of(program)), consts, strict=True))
+        return evaluate(without_consts(program), consts, args, held)
 
     types = [jax.typeof(x) for x in captured]
     return jax.make_jaxpr(call)(types, *program.in_avals)

@@ -41,11 +41,11 @@ from jax.extend.core import set_current_trace, take_current_trace
 from jedbatch import checks
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.interpret import has_gradient, returns_nothing
-from jedbatch._jaxpr.numbers import Number
+from jedbatch._jaxpr.numbers import BODIES, Number
 from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
 from jedbatch._record.cell import Cell, pause
 from jedbatch._record.containers import shared_token, tokens_of_containers
-from jedbatch._record.custom_rules import record_custom
+from jedbatch._record.custom_rules import record_custom, record_opened
 from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import (
     Watched,
@@ -134,6 +134,7 @@ class Recorder(Trace):
         self.leaves: dict[int, tuple[int, Leaf]] = {}
         self.computed: dict[int, Any] = {}
         self._owned: set[int] | None = None
+        self.is_opened = False  # while it records a body in which functions are programs
         self.watched: dict[int, Watched] = {}  # containers that may change
         self.call_cell, self._forget_objects, self._next_instance = fast_path(self)
         self.grouping = grouping
@@ -394,6 +395,10 @@ class Recorder(Trace):
             out = primitive.bind(*values, **params)
             return out if primitive.multiple_results else [out]
 
+        if primitive.name in BODIES and any(isinstance(x, Symbol) for x in tracers):
+            opened = record_opened(self, key, primitive.name, params, call, tracers)
+            if opened is not None:
+                return opened
         name = params["name"] if primitive.name == "jit" else primitive.name
         out = self.perform(name, key, call, tracers)
         if filling is not None:

@@ -199,6 +199,59 @@ def test_rules_for_the_reverse_are_differentiated_by_the_rules_that_they_call(ca
         assert_close(ours(WEIGHT), loop(WEIGHT), 2e-5)
 
 
+BODIES = {
+    "loop": lambda f, y: lax.scan(lambda c, _: (f(c), None), y, None, length=2)[0],
+    "branch": lambda f, y: lax.cond(y.sum() > 0, f, jnp.cos, y),
+    "call in a loop": lambda f, y: lax.scan(lambda c, _: (jax.jit(f)(c), c), y, None, length=2)[0],
+    "checkpoint": lambda f, y: jax.checkpoint(lambda z: 2 * f(z))(y),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(BODIES, "loop", "branch"))
+def test_numbers_of_rules_that_are_made_in_bodies_are_data(name):
+    fn = lambda w, x: BODIES[name](lambda y: sine_over(x[1], y), x[0] @ w)  # noqa: E731
+    xs = [(INSTANCES[k % 3], 0.1 + k / 20) for k in range(16)]
+    batched = jedbatch.batch(fn)
+    met = [batched.plan(WEIGHT, part).graph.node_type for part in (xs[:8], xs[8:])]
+    assert set(met[1].tolist()) <= set(met[0].tolist())
+    loop = lambda w: sum(fn(w, x).sum() for x in xs)  # noqa: E731
+    ours = lambda w: batched(w, xs).sum()  # noqa: E731
+    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
+    assert_close(jax.hessian(ours)(WEIGHT), jax.hessian(loop)(WEIGHT), 1e-4)
+
+
+@pytest.mark.parametrize("make", [sine_over, sine_with_reverse], ids=["forward", "reverse"])
+@pytest.mark.parametrize("name", mostly_slow(BODIES, "loop"))
+def test_arrays_of_rules_that_are_made_in_bodies(name, make):
+    fn = lambda w, x: BODIES[name](lambda y: make(x[1], y), x[0] @ w)  # noqa: E731
+    xs = list(zip(INSTANCES, INSTANCES[1:] + INSTANCES[:1], strict=True))
+    batched = jedbatch.batch(fn)
+    loop = lambda w: sum(fn(w, x).sum() for x in xs)  # noqa: E731
+    ours = lambda w: batched(w, xs).sum()  # noqa: E731
+    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
+
+
+def test_rules_in_bodies_that_call_another_of_their_kind():
+    """A function over another array is not taken for the one whose rule calls it."""
+
+    def fn(w, x):
+        def made(t):
+            return jax.custom_jvp(lambda y: jnp.sin(y * t))
+
+        inner, outer = made(x[1]), made(x[0])
+        rule = lambda y, slope: (outer(*y), inner(y[0]) * slope[0])  # noqa: E731
+        outer.defjvp(rule)
+        inner.defjvp(rule)
+        return lax.scan(lambda c, _: (outer(c), None), x[0] @ w, None, length=2)[0]
+
+    xs = list(zip(INSTANCES, INSTANCES[1:] + INSTANCES[:1], strict=True))
+    batched = jedbatch.batch(fn)
+    loop = lambda w: sum(fn(w, x).sum() for x in xs)  # noqa: E731
+    ours = lambda w: batched(w, xs).sum()  # noqa: E731
+    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
+    assert_close(jax.hessian(ours)(WEIGHT), jax.hessian(loop)(WEIGHT), 1e-4)
+
+
 def test_rules_in_cells_that_close_over_values_say_what_to_write():
     @jedbatch.cell
     def inner(w, x):
