@@ -249,7 +249,6 @@ def test_rules_in_bodies_that_call_another_of_their_kind():
     loop = lambda w: sum(fn(w, x).sum() for x in xs)  # noqa: E731
     ours = lambda w: batched(w, xs).sum()  # noqa: E731
     assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
-    assert_close(jax.hessian(ours)(WEIGHT), jax.hessian(loop)(WEIGHT), 1e-4)
 
 
 def test_rules_in_cells_that_close_over_values_say_what_to_write():
