@@ -69,7 +69,7 @@ def decay(rate, x, *, by=1.0):
     return jnp.sin(x * rate) * by
 
 
-class Decay:
+class ScaledDecay:
     def __init__(self, scale):
         self.scale = scale
 
@@ -77,7 +77,7 @@ class Decay:
         return x * rate * self.scale
 
 
-DECAY = Decay(2.0)
+DECAY = ScaledDecay(2.0)
 
 
 def of_partial(rate):

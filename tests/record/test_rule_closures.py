@@ -199,7 +199,7 @@ def test_rules_for_the_reverse_are_differentiated_by_the_rules_that_they_call(ca
         assert_close(ours(WEIGHT), loop(WEIGHT), 2e-5)
 
 
-BODIES = {
+MADE_IN = {
     "loop": lambda f, y: lax.scan(lambda c, _: (f(c), None), y, None, length=2)[0],
     "branch": lambda f, y: lax.cond(y.sum() > 0, f, jnp.cos, y),
     "call in a loop": lambda f, y: lax.scan(lambda c, _: (jax.jit(f)(c), c), y, None, length=2)[0],
@@ -207,9 +207,9 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(BODIES, "loop", "branch"))
+@pytest.mark.parametrize("name", mostly_slow(MADE_IN, "loop", "branch"))
 def test_numbers_of_rules_that_are_made_in_bodies_are_data(name):
-    fn = lambda w, x: BODIES[name](lambda y: sine_over(x[1], y), x[0] @ w)  # noqa: E731
+    fn = lambda w, x: MADE_IN[name](lambda y: sine_over(x[1], y), x[0] @ w)  # noqa: E731
     xs = [(INSTANCES[k % 3], 0.1 + k / 20) for k in range(16)]
     batched = jedbatch.batch(fn)
     met = [batched.plan(WEIGHT, part).graph.node_type for part in (xs[:8], xs[8:])]
@@ -221,9 +221,9 @@ def test_numbers_of_rules_that_are_made_in_bodies_are_data(name):
 
 
 @pytest.mark.parametrize("make", [sine_over, sine_with_reverse], ids=["forward", "reverse"])
-@pytest.mark.parametrize("name", mostly_slow(BODIES, "loop"))
+@pytest.mark.parametrize("name", mostly_slow(MADE_IN, "loop"))
 def test_arrays_of_rules_that_are_made_in_bodies(name, make):
-    fn = lambda w, x: BODIES[name](lambda y: make(x[1], y), x[0] @ w)  # noqa: E731
+    fn = lambda w, x: MADE_IN[name](lambda y: make(x[1], y), x[0] @ w)  # noqa: E731
     xs = list(zip(INSTANCES, INSTANCES[1:] + INSTANCES[:1], strict=True))
     batched = jedbatch.batch(fn)
     loop = lambda w: sum(fn(w, x).sum() for x in xs)  # noqa: E731
