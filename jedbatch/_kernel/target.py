@@ -35,7 +35,7 @@ what it compares them with. Those for lanes whose loops or branches values decid
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -52,6 +52,7 @@ from jedbatch._layout.bucketing import (
 from jedbatch._support.types import TargetName
 
 BLOCK_BUCKETS = Buckets((16, 192), 16)
+FORWARD_BUCKETS = Buckets((16, 192, 224, 256), 32)
 LEAST_START = 8  # what starting a chunk costs at least, in lanes
 NARROWEST_BLOCK = 8  # each block reads and writes a whole gradient
 GPU_BLOCKS = Buckets((512, 2048), 512)
@@ -95,6 +96,8 @@ class Target:
       diverging: widths of the chunks of lanes whose loops or branches values decide on.
       sums: widths of the chunks in which cotangents of values with many readers are summed up.
       blocks: of ragged rows.
+      forward_blocks: the same where no gradient is planned: more widths, as each is compiled once
+        and not for the reverse, too.
       heavy_blocks, light_blocks: of lanes whose weight gradients are computed together.
       rows_together: padded rows of the ragged instances that run at the same time.
       together: no more of the ragged instances than one in so many run at the same time.
@@ -135,6 +138,7 @@ class Target:
     diverging: Buckets = DIVERGING_BUCKETS
     sums: Buckets = COARSE_BUCKETS
     blocks: Buckets = BLOCK_BUCKETS
+    forward_blocks: Buckets = FORWARD_BUCKETS
     heavy_blocks: Buckets = HEAVY_BLOCKS
     light_blocks: Buckets = LIGHT_BLOCKS
     rows_together: int = 256
@@ -226,6 +230,17 @@ class Target:
             start *= 2
         return start
 
+    def for_rows(self, keeps: bool) -> "Target":
+        """The target for ragged rows.
+
+        Args:
+          keeps: whether what the reverse would read is kept.
+
+        Returns:
+          A target whose `blocks` are those to use.
+        """
+        return self if keeps else _without_reverse(self)
+
     @property
     def has_slice_bodies(self) -> bool:
         """Whether a kernel may have a second body, which reads operands as slices.
@@ -252,6 +267,11 @@ class Target:
 def _optimizes_little() -> bool:
     """Returns whether programs are to be compiled soon, however long they run then."""
     return bool(jax.config.read("jax_disable_most_optimizations"))
+
+
+@functools.cache
+def _without_reverse(target: Target) -> Target:
+    return replace(target, blocks=target.forward_blocks)
 
 
 @functools.cache
@@ -295,6 +315,7 @@ GPU = Target(
     diverging=Buckets((256, 1024, 4096, 8192), 8192),
     sums=Buckets((256, 2048), 1024),
     blocks=GPU_BLOCKS,
+    forward_blocks=GPU_BLOCKS,
     heavy_blocks=GPU_BLOCKS,
     light_blocks=GPU_BLOCKS,
     rows_together=8192,

@@ -2,7 +2,8 @@
 
 Such a phase is a kernel whose lanes are rows (see `_kernel.kernel`), so that its weights' gradients
 are taken from many rows at once. It runs in blocks of a few widths (`Target.blocks`: 192 and 16
-rows on a CPU); how many of each there are is data, so few rows are computed that are not read.
+rows on a CPU, and more where no gradient is planned); how many of each there are is data, so few
+rows are computed that are not read.
 """
 
 import functools

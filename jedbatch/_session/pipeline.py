@@ -339,7 +339,7 @@ def with_inputs(
     check_rows(session.registry, graph, placed, inputs, numbers)
     ragged_calls = None
     if calls:
-        stages = [programs.stage(calls_of_region) for calls_of_region in calls]
+        stages = [programs.stage(calls_of_region, keeps) for calls_of_region in calls]
         ragged_calls = make_ragged_calls(stages, calls, arrays, targets, signature)
         inputs |= ragged_calls.operands
     ends = [*clock[1:], time.perf_counter()]
@@ -423,7 +423,8 @@ def reserve_programs(
         for calls_of_region in calls:
             by_region.setdefault(calls_of_region.region, []).append(calls_of_region)
     for all_calls in by_region.values():
-        programs.reserve_rows(all_calls)
+        for keeps in {False, gradient}:
+            programs.reserve_rows(all_calls, keeps)
 
 
 def programs_of(plan: Plan) -> ProgramCache:

@@ -66,6 +66,7 @@ MAX_ROUNDS = 512  # layouts of rounds that are kept
 MAX_ROUND_BYTES = 1 << 28  # of these
 MAX_PROGRAMS = 64  # compiled for one structure of shared arguments
 MAX_ROW_CAPACITIES = 16  # for the calls of a region
+RowCapacities = dict[tuple[Region, bool], list[RowCapacity]]  # with a reverse, or without one
 
 
 class ProgramCache:
@@ -132,7 +133,7 @@ class ProgramCache:
         self._executors: dict[tuple[Signature, str, bool], Executor] = {}
         self._on_devices: dict[tuple[Signature, DeviceAxis], OnDevices] = {}
         self._statics: dict[Static, Static] = Memory(MAX_ROUNDS)
-        self._row_capacities: dict[Region, list[RowCapacity]] = collections.defaultdict(list)
+        self._row_capacities: RowCapacities = collections.defaultdict(list)
         self._region_programs: dict[tuple[Stage, ...], tuple[Callable, list[int]]] = Memory(
             MAX_PROGRAMS
         )
@@ -293,14 +294,15 @@ class ProgramCache:
                 self._reverses.append(reverse)
         return signature
 
-    def reserve_rows(self, minibatches: Sequence[RegionCalls]) -> None:
-        """Makes capacities for calls of a region in minibatches like these."""
-        capacities = self._row_capacities[minibatches[0].region]
+    def reserve_rows(self, minibatches: Sequence[RegionCalls], keeps: bool) -> None:
+        """Makes capacities for calls of a region in minibatches like these; see `stage`."""
+        region, target = minibatches[0].region, self.target.for_rows(keeps)
+        capacities = self._row_capacities[region, keeps]
         made: list[RowCapacity] = []
         for calls in sorted(minibatches, key=lambda calls: -sum(calls.rows)):
             if not any(calls_fit(calls, c) for c in made):
                 model = made[-1] if made else None
-                made.append(make_row_capacity(calls, self.target, model))
+                made.append(make_row_capacity(calls, target, model))
         capacities += [c for c in made if c not in capacities]
 
     def lower_both(
@@ -460,14 +462,14 @@ class ProgramCache:
         fitting = (s for s in programs if reverse_fits(need, readers, s))
         return readers, fitting, reversed(similar)
 
-    def stage(self, calls: RegionCalls) -> Stage:
-        """Returns the stage that calls of a region in a minibatch are compiled for."""
-        capacities = self._row_capacities[calls.region]
+    def stage(self, calls: RegionCalls, keeps: bool) -> Stage:
+        """Returns the stage that calls of a region are compiled for, with a reverse or without."""
+        capacities, target = self._row_capacities[calls.region, keeps], self.target.for_rows(keeps)
         stage = find_or_grow(
             capacities,
             fitting=(c for c in capacities if calls_fit(calls, c)),
             similar=reversed(capacities),
-            make=functools.partial(make_row_capacity, calls, self.target),
+            make=functools.partial(make_row_capacity, calls, target),
             use=functools.partial(Stage, calls.region),
         )
         del capacities[:-MAX_ROW_CAPACITIES]

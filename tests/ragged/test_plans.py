@@ -216,7 +216,13 @@ def test_types_are_those_of_the_leaves_that_come():
 
 @pytest.mark.parametrize(
     "blocks",
-    [CPU.blocks, Buckets((512, 2048), 512), Buckets((16,)), Buckets((32, 192), 32)],
+    [
+        CPU.blocks,
+        CPU.forward_blocks,
+        Buckets((512, 2048), 512),
+        Buckets((16,)),
+        Buckets((32, 192), 32),
+    ],
     ids=str,
 )
 def test_blocks_of_any_rows_have_room(blocks):
@@ -236,5 +242,19 @@ def test_rows_of_small_minibatches_have_half_a_block_less():
     rows = whole_blocks(256, CPU.blocks)
     assert rows == 288
     assert RowCapacity(8, (rows,), (8,), False, CPU).blocks(0).widths == CPU.blocks.widths
-    assert whole_blocks(64, CPU.blocks) == whole_blocks(192, CPU.blocks) == 192
+    assert whole_blocks(1, CPU.blocks) == whole_blocks(96, CPU.blocks) == 192
+    assert whole_blocks(97, CPU.blocks) == whole_blocks(192, CPU.blocks) == 288
     assert whole_blocks(0, CPU.blocks) == 0
+
+
+def test_rows_run_in_more_widths_where_no_gradient_is_planned():
+    rng = np.random.default_rng(0)
+    instances = [rng.normal(size=(n, 3)).astype(np.float32) for n in (30, 20, 25, 35, 50, 40)]
+    params = jnp.asarray(rng.normal(size=(3, 4)), jnp.float32)
+    model = lambda w, x: jnp.tanh(x @ w).sum(0)  # noqa: E731
+    batched = jedbatch.batch(model)
+    for gradient, computed in ((False, 224), (True, 208), (False, 224)):
+        plan = batched.plan(params, instances, gradient=gradient)
+        assert plan.ragged_rows == (computed, 200)
+        expected = np.stack([model(params, x) for x in instances])
+        np.testing.assert_allclose(batched.apply(params, plan), expected, rtol=1e-5, atol=1e-5)
