@@ -125,10 +125,11 @@ def whole_blocks(need: int, blocks: Buckets) -> int:
     """Returns a capacity for so many rows, in which the blocks of any number up to it have room.
 
     It is a multiple of the widest block, or half a block less where that does and is more than one.
-    For more than half a block it is so large that blocks of all widths are compiled.
+    For more than half of a wide block it is so large that blocks of all widths are compiled.
     """
-    *narrower, widest = blocks.widths
-    if narrower and need > widest // 2:  # one wide block is faster then than narrow ones
+    _, *wider = blocks.widths
+    widest = blocks.widths[-1]
+    if wider and need > wider[0] // 2:  # one wide block is faster then than narrow ones
         need = max(need, int(MIN_WIDE_BLOCKS * widest))
     whole = -(-need // widest) * widest
     less = whole - widest // 2
