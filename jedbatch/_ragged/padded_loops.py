@@ -31,6 +31,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal, Var
 
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.gates import Gates, has_finite_derivatives
 from jedbatch._jaxpr.interpret import interpret
 from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, symbols_in
@@ -102,6 +104,39 @@ def find_count(eqn: Equation) -> CountedLoop | None:
     if results[limit] is not carried[limit]:
         return None
     return CountedLoop(counter, num_before + num_consts + limit)
+
+
+def find_limit(node_type: NodeType) -> int | None:
+    """Returns which operand nodes of a type count to that are a `while`; None of others."""
+    jaxpr = without_consts(operation_of(node_type).jaxpr)
+    if [eqn.primitive.name for eqn in jaxpr.eqns] != ["while"]:
+        return None
+    count, operands = find_count(jaxpr.eqns[0]), jaxpr.invars[len(node_type.shared) :]
+    limit = None if count is None else jaxpr.eqns[0].invars[count.limit]
+    return operands.index(limit) if limit in operands else None
+
+
+def loops_to_lengths(
+    graph: Graph, limit_of: Callable[[int], int | None], asks: Callable[[int], bool]
+) -> list[int]:
+    """Returns the nodes that are loops of as many steps as some array of any length has rows.
+
+    Args:
+      graph: of an instance.
+      limit_of: `find_limit` of the type of an id.
+      asks: whether nodes of a type ask for lengths.
+    """
+    types = graph.node_type.tolist()
+    limits = {t: k for t in set(types) if (k := limit_of(t)) is not None}
+    if not limits:
+        return []
+    begin, maker, found = graph.operand_ptr.tolist(), graph.value_node.tolist(), []
+    for node, type_id in enumerate(types):
+        if type_id in limits:
+            value = int(graph.operand[begin[node] + limits[type_id]])
+            if value >= 0 and asks(types[maker[value]]):
+                found.append(node)
+    return found
 
 
 def find_chain(body: Any, inputs: Sequence[Var], outputs: Sequence[Any]) -> list[set[int]]:
@@ -374,4 +409,5 @@ def runs_inside(eqn: Equation) -> bool:
     ragged = any(is_ragged(v.aval.shape) for v in variables)
     if eqn.primitive.name == "scan":
         return is_table_loop(eqn)
-    return ragged or bool(symbols_in(eqn.params))
+    counts = eqn.primitive.name == "while" and find_count(eqn) is not None  # to a length, maybe
+    return ragged or counts or bool(symbols_in(eqn.params))

@@ -38,6 +38,7 @@ from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import without_consts
 from jedbatch._ragged.packed_program import PackedProgram
+from jedbatch._ragged.padded_loops import find_limit, loops_to_lengths
 from jedbatch._ragged.phases import find_phases
 from jedbatch._ragged.renaming import Renaming, written_type
 from jedbatch._ragged.tile_types import RaggedNodeType, TileTypes
@@ -155,6 +156,7 @@ class Regions:
 
     Attributes:
       tiles: types of nodes on tiles.
+      limit: from a type to the operand that its nodes, loops, count to; None of others.
     """
 
     def __init__(self, registry: Registry):
@@ -162,6 +164,7 @@ class Regions:
         self.regions: list[Region] = []
         self._ids: dict[Hashable, Region] = {}
         self._ragged: dict[int, bool] = {}
+        self.limit = functools.cache(lambda type_id: find_limit(registry.node_types[type_id]))
         self._renamed: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._canonical: dict[Hashable, int] = {}
         self._numbers: dict[tuple[Hashable, int], bytes | None] = {}  # None where they differ
@@ -219,7 +222,8 @@ class Regions:
             return None
         graph = without_unread(graph)  # JAX asks for extents to see which starts are negative
         types = self._ragged_ones(graph)
-        if types and self.tiles.all_wanted(list(map(self.on_tiles, types))):
+        loops = types and loops_to_lengths(graph, self.limit, self.is_ragged)
+        if types and not loops and self.tiles.all_wanted(list(map(self.on_tiles, types))):
             outputs = graph.outputs[graph.outputs < 0].tolist()
             kinds = [c.type for c in graph.inputs for _ in range(len(c))] if outputs else []
             if not any(is_ragged(kinds[-1 - v].shape) for v in outputs):
@@ -232,6 +236,10 @@ class Regions:
 
     def has_tiles(self, subgraph: "_Subgraph") -> bool:
         """Returns whether the nodes of a connected part become nodes on tiles."""
+        limits = ((refs, self.limit(t)) for t, refs in subgraph.nodes)
+        read = [refs[k] for refs, k in limits if k is not None and not isinstance(refs[k], int)]
+        if any(self.is_ragged(subgraph.nodes[maker][0]) for maker, _ in read):
+            return False  # a loop to a length, whose room is known in a region alone
         return self.tiles.wanted(self._ragged_types(subgraph))
 
     def _ragged_types(self, subgraph: "_Subgraph") -> list[RaggedNodeType]:
@@ -385,6 +393,8 @@ class Cut:
     def _parts(self) -> list[list[int]]:
         """Returns connected nodes that are ragged or that ragged ones depend on."""
         inside = [self.regions.is_ragged(t) for t in self.types]
+        for node in loops_to_lengths(self.graph, self.regions.limit, self.regions.is_ragged):
+            inside[node] = True
         for node in reversed(range(len(inside))):
             if inside[node]:
                 for value in self.reads[node]:

@@ -473,3 +473,42 @@ def test_gradients_beside_a_loop_through_which_nothing_comes_back(stops):
 
     assert_close(slopes(batched), slopes(lambda w, xs: jnp.stack([fn(w, x) for x in xs])), 1e-4)
     assert batched.plan(weight, points).host.apart is None
+
+
+@jedbatch.cell
+def joined(params, left, right):
+    return jnp.tanh(params * left + right)
+
+
+def leaves_joined(params, tree):
+    if isinstance(tree, int):
+        return params * tree
+    return joined(params, *(leaves_joined(params, child) for child in tree))
+
+
+@pytest.mark.parametrize("begins", ["alike", "in jit", "at a tree"])
+def test_gradients_of_loops_that_read_nothing_of_an_array_but_its_length(begins):
+    """Beside trees also where other ragged values have become nodes on tiles."""
+
+    def fn(params, given):
+        x, tree = given
+
+        def stepped(h):
+            return lax.fori_loop(0, 2 * x.shape[0], lambda k, h: jnp.sin(h) * params + k, h)
+
+        if begins == "in jit":
+            return jax.jit(stepped)(params)
+        return stepped(leaves_joined(params, tree) if begins == "at a tree" else params)
+
+    trees = [1, (1, 2), ((1, 2), 3), (1, (2, 3)), ((1, 1), (2, 2)), (((1, 2), 3), 4)]
+    lengths = (3, 1, 4, 2, 3, 1)
+    given = [(random(n, 2), tree) for n, tree in zip(lengths, trees, strict=True)]
+    weight = jnp.asarray([0.5, -0.9])
+    batched = jedbatch.batch(fn)
+    for instances in (given[:3], given):
+        slopes, expected = (
+            jax.grad(lambda w, run=run, xs=instances: number(run(w, xs)))(weight)
+            for run in (batched, lambda w, xs: jnp.stack([fn(w, x) for x in xs]))
+        )
+        assert_close(slopes, expected, 1e-4)
+    assert batched.plan(weight, given).host.apart is None
