@@ -57,7 +57,7 @@ class PathLog:
         columns = [
             int64_of(x) for x in (recorder.call_specs, recorder.references, recorder.input_group)
         ]
-        is_brought = np.array([how == "value" for how, *_ in recorder.registry.groups])
+        is_brought = np.array([how == "value" for how, *_ in recorder.registry.groups], bool)
         for instance, known in self._known.items():
             noted = self._of.get(instance, ())
             answers = [value(asked) for _, _, asked in noted if asked is not None]
