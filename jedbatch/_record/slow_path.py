@@ -163,8 +163,9 @@ def cell_call_spec(
         )
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(
-            "Positional arguments of cells are values, Python numbers too. If Python must decide "
-            "on one, pass it by keyword: keyword arguments are static."
+            "Positional arguments of cells are values, Python numbers too, and so are arrays of "
+            "instances that a cell's function holds. If Python must decide on one, pass it by "
+            "keyword: keyword arguments are static."
         )
         raise
     recorder.caching &= call_spec.id not in recorder.registry.hidden.arrays

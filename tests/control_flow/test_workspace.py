@@ -98,7 +98,7 @@ def test_arrays_of_numpy_are_put_together_at_once(monkeypatch):
         expected = [
             fn(jnp.asarray(x), jnp.asarray(n, jnp.int32)) for x, n in zip(xs, ns, strict=True)
         ]
-        for _ in range(3):  # by then rounds are known
+        for _ in range(4):  # by then paths are known, and rounds along them
             taken.clear()
             np.testing.assert_allclose(batched(xs, ns), expected, rtol=1e-6)
         assert sum(leaf is not None for leaf in taken) == count

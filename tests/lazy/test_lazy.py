@@ -344,8 +344,8 @@ def test_a_round_that_fails():
 def test_a_value_wanted_inside_of_a_cell():
     with pytest.raises(SymbolicValueError, match="ask for the value before"), jedbatch.lazy():  # noqa: PT012
         h = leaf(PARAMS, 1)
-        first = h[0]
-        half = lambda: float(first) / 2  # noqa: E731
+        held = [h[0]]
+        half = lambda: float(held[0]) / 2  # noqa: E731
         jedbatch.cell(lambda x: x * half())(h)
 
 

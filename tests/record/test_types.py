@@ -123,7 +123,7 @@ def test_warns_when_every_call_makes_a_new_cell():
     def fn(params, n):
         h = params
         for i in range(n):
-            h = jedbatch.cell(lambda x, i=i: x + i)(h)
+            h = jedbatch.cell(lambda x, i=i: x + len(range(i)))(h)  # Python decides on i
         return h
 
     with pytest.warns(RecompilationWarning, match="positional argument"):
