@@ -15,7 +15,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -120,12 +120,14 @@ def _identity(
     if is_program(value):
         return program_key(value)
     if isinstance(value, functools.partial):
-        return "partial", *each((value.func, *value.args, *sorted(value.keywords.items())))
+        keywords = sorted(value.keywords.items())
+        return "partial", *each((value.func, *value.args, *keywords, *_attributes(value)))
     if isinstance(value, types.MethodType):
         return "method", *each((value.__func__, value.__self__))
     if isinstance(value, types.FunctionType):
         keywords = (value.__kwdefaults__ or {}).items()
-        parts = (*free_values(value), "defaults", *(value.__defaults__ or ()), *keywords)
+        defaults = "defaults", *(value.__defaults__ or ()), *keywords
+        parts = *free_values(value), *defaults, *_attributes(value)
         return value.__code__, Same(value.__globals__), *each(parts)
     if (wrapped := wrapped_by_jax(value)) is not None:
         return type(value), *each(wrapped)
@@ -140,6 +142,11 @@ def _identity(
         names = attribute_names(value)
         return kind, *names, *each(getattr(value, name) for name in names)
     return typed_or_same(value)
+
+
+def _attributes(fn: Any) -> list[tuple[str, Any]]:
+    """What was assigned to attributes of a function, which it may read."""
+    return [(name, x) for name, x in sorted(vars(fn).items()) if name != "__wrapped__"]
 
 
 Parts = dict[int, tuple[Any, list[Any]]]  # functions and what they are made of, by their ids
@@ -202,13 +209,25 @@ def with_held_values(fn: Any, values: Mapping[int, Any]) -> Any:
             key for key, parts in parts_of.items() if not changed.isdisjoint(map(id, parts))
         }
     copies: dict[int, Any] = {}
+    cells: dict[int, types.CellType] = {}  # several functions may assign to one
+
+    def cell_like(old: types.CellType, parts: Iterator[Any]) -> types.CellType:
+        if not _is_assigned(old):
+            return old
+        part = next(parts)
+        is_changed = part is not old.cell_contents or id(part) in changed
+        return cells.setdefault(id(old), types.CellType()) if is_changed else old
 
     def copy(x: Any) -> Any:
         if id(x) not in changed:
             return x
         if id(x) not in copies:
             if type(x) is types.FunctionType:
-                made = copies[id(x)] = _with_empty_cells(x)  # it may call itself
+                parts = iter(parts_of[id(x)])
+                closure = tuple([cell_like(c, parts) for c in x.__closure__ or ()])
+                made = types.FunctionType(x.__code__, x.__globals__, x.__name__, None, closure)
+                made.__dict__.update(x.__dict__)
+                copies[id(x)] = made  # it may call itself
                 _fill(x, made, [copy(part) for part in parts_of[id(x)]])
             else:
                 fn, *args = [copy(part) for part in parts_of[id(x)]]
@@ -224,13 +243,8 @@ def _bound(x: Any, fn: Any, args: list[Any]) -> Any:
         return types.MethodType(fn, x.__self__)
     names = sorted(x.keywords)
     first = len(args) - len(names)
-    return type(x)(fn, *args[:first], **dict(zip(names, args[first:], strict=True)))
-
-
-def _with_empty_cells(fn: types.FunctionType) -> types.FunctionType:
-    cells = tuple([types.CellType() if _is_assigned(c) else c for c in fn.__closure__ or ()])
-    made = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells)
-    made.__dict__.update(fn.__dict__)
+    made = type(x)(fn, *args[:first], **dict(zip(names, args[first:], strict=True)))
+    made.__dict__.update(x.__dict__)
     return made
 
 
@@ -239,7 +253,9 @@ def _fill(fn: types.FunctionType, made: types.FunctionType, parts: list[Any]) ->
     rest = iter(parts)
     for old, new in zip(fn.__closure__ or (), made.__closure__ or (), strict=True):
         if _is_assigned(old):
-            new.cell_contents = next(rest)
+            part = next(rest)
+            if new is not old:
+                new.cell_contents = part
     made.__defaults__ = tuple([next(rest) for _ in fn.__defaults__ or ()]) or None
     made.__kwdefaults__ = {name: next(rest) for name in fn.__kwdefaults__ or ()} or None
 

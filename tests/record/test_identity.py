@@ -131,6 +131,37 @@ def test_cells_over_a_dict_of_params_do_not_recompile():
     assert batched.compilations == before
 
 
+def attribute_of_function(p, x):
+    def layer(v):
+        return jnp.sin(v) * layer.scale
+
+    layer.scale = float(x[1])
+    return cell(layer)(p["a"])
+
+
+def attribute_of_partial(p, x):
+    held = functools.partial(jnp.multiply, jnp.sin(x))
+    held.scale = float(x[1])
+    return cell(lambda v: held(v) * held.scale)(p["a"])
+
+
+ROWS = np.zeros(3, np.float32)
+OVER_ROWS = cell(functools.partial(lambda rows, v: jnp.sin(v) * rows, ROWS))
+
+
+def array_that_changes(p, x):
+    ROWS[:] = x
+    first = jax.block_until_ready(OVER_ROWS(p["a"]))
+    ROWS[:] = 2 * x
+    return first + OVER_ROWS(p["b"])
+
+
+@pytest.mark.parametrize("fn", [attribute_of_function, attribute_of_partial, array_that_changes])
+def test_functions_that_hold_something_else(fn):
+    found = jedbatch.batch(fn)(P, XS)
+    assert_close(found, jnp.stack([fn(P, x) for x in XS]), rtol=1e-5)
+
+
 def test_values_a_cell_reaches_in_containers_are_an_error():
     """Only what functions hold becomes an operand."""
 
