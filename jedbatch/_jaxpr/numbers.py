@@ -32,6 +32,7 @@ from jedbatch._jaxpr.interpret import (
 from jedbatch._jaxpr.versions import Equation, consts_of, without_consts
 from jedbatch._support.types import Array, Dtype
 
+PRODUCTS = ("mul", "integer_pow", "pow", "shift_left", "dot_general", "reduce_prod")
 MAX_ELEMENTS = 4096  # of a constant that may become an operand
 
 # Operations with bodies that can be traced again, and the names of their bodies.
@@ -203,8 +204,13 @@ def is_same_with(numbers: Sequence[Number], program: Any, constant: object, key:
       key: equal for equal parameters of operations.
     """
     known = list(map(literal, numbers))
-    ours = _folded(_with_constants(program, known), key)
-    theirs = _folded(_with_constants(constant, []), key)
+    (ours, num_products), (theirs, num_others) = (
+        _with_constants(program, known),
+        _with_constants(constant, []),
+    )
+    if num_products != num_others:  # those of Python do not overflow
+        return False
+    ours, theirs = _folded(ours, key), _folded(theirs, key)
     return len(ours) == len(theirs) and all(
         a[:-1] == b[:-1] and _all_close(a[-1], b[-1]) for a, b in zip(ours, theirs, strict=True)
     )
@@ -218,13 +224,18 @@ def literal(number: Number) -> Any:
     return value.item() if weak else value[()]
 
 
-def _with_constants(program: Any, known: Sequence[Any]) -> Any:
-    """The program without its last arguments, which are known; bodies hold what they read of it."""
+def _with_constants(program: Any, known: Sequence[Any]) -> tuple[Any, int]:
+    """The program without its last arguments, which are known; bodies hold what they read of it.
+
+    And how many products of known integers there are.
+    """
+    num_products = 0
 
     def run(inner: Any, *args: Any) -> list[Any]:
         return interpret(without_consts(inner), consts_of(inner), args, rule)
 
     def rule(eqn: Equation, values: list[Any]) -> list[Any]:
+        nonlocal num_products
         if eqn.primitive.name in BODIES and not is_fixed(eqn):
             bodies = [functools.partial(run, body) for body in bodies_of(eqn)]
             return run_with_bodies(eqn, bodies, values)
@@ -232,10 +243,12 @@ def _with_constants(program: Any, known: Sequence[Any]) -> Any:
             return run_equation(without_consts(program), eqn, values)
         with jax.ensure_compile_time_eval():
             results = run_equation(without_consts(program), eqn, values)
+        is_integer = results and jax.dtypes.issubdtype(results[0].dtype, np.integer)
+        num_products += bool(is_integer and eqn.primitive.name in PRODUCTS)
         return [literal(_number_in(x)) if is_number(x) else x for x in results]
 
     types = program.in_avals[: len(program.in_avals) - len(known)]
-    return jax.make_jaxpr(lambda *args: run(program, *args, *known))(*types)
+    return jax.make_jaxpr(lambda *args: run(program, *args, *known))(*types), num_products
 
 
 def _folded(program: Any, key: KeyOf) -> list[tuple]:

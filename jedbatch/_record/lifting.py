@@ -72,7 +72,7 @@ class Lifting:
         self.max_constant = max_constant
         self.num_lifted = 0
         self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
-        self._compared: dict[int, None] = Memory(MAX_OPERATIONS)
+        self._compared: dict[tuple[int, int, int], None] = Memory(MAX_OPERATIONS)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -87,13 +87,16 @@ class Lifting:
         self.num_lifted += len(numbers_met.varying) - before
         return numbers_met.varying
 
-    def is_new(self, call_spec: int) -> bool:
-        """Returns whether calls of this id have not been compared with those that hold numbers."""
-        return call_spec not in self._compared
+    def is_new(self, call_spec: int, numbers: Sequence[Number]) -> bool:
+        """Returns whether calls of this id have not been compared with those that hold numbers.
 
-    def note_compared(self, call_spec: int) -> None:
+        Numbers count as known if each had the same sign before.
+        """
+        return any(key not in self._compared for key in _signs(call_spec, numbers))
+
+    def note_compared(self, call_spec: int, numbers: Sequence[Number]) -> None:
         """Notes that calls of this id compute the same with numbers as operands."""
-        self._compared[call_spec] = None
+        self._compared.update(dict.fromkeys(_signs(call_spec, numbers)))
 
     def fix(self, skeleton: Hashable) -> None:
         """Makes the operands of an operation part of its type: integers first, then all of them.
@@ -131,6 +134,12 @@ class Lifting:
         lifted = self.lifted(skeleton, tuple(numbers.values()))
         positions = list(numbers)
         return skeleton, {positions[k]: numbers[positions[k]] for k in lifted}
+
+
+def _signs(call_spec: int, numbers: Sequence[Number]) -> list[tuple[int, int, int]]:
+    """The signs of single numbers that calls of some id take, by position."""
+    signs = [(x.value > 0) * 2 + (x.value < 0) if not x.value.ndim else 0 for x in numbers]
+    return [(call_spec, k, int(sign)) for k, sign in enumerate(signs)]
 
 
 def _number_of(x: object, computed: Collection[int]) -> Number | None:

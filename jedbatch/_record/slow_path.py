@@ -82,10 +82,11 @@ def _reads_no_number(
 ) -> bool:
     """Returns whether a cell computes the same whether some numbers are operands or constants.
 
-    It does not where Python asks what the numbers are, as `isinstance` does.
+    It does not where Python asks what the numbers are, as `isinstance` does. What it does then
+    most often depends on the sign: calls are compared for each that a number has.
     """
-    registry = recorder.registry
-    if not registry.lifting.is_new(call_spec.id):
+    registry, numbers = recorder.registry, list(lifted.values())
+    if not registry.lifting.is_new(call_spec.id, numbers):
         return True
     constant = recorder.cell_call_spec(cell, args, static)
     assert constant is not None
@@ -93,9 +94,9 @@ def _reads_no_number(
         operation_of(registry.node_types[spec.node_type]).jaxpr for spec in (call_spec, constant[0])
     )
     with pause(), jax.ensure_compile_time_eval():
-        same = is_same_with(list(lifted.values()), program, other, registry.keys.params_key)
+        same = is_same_with(numbers, program, other, registry.keys.params_key)
     if same:
-        registry.lifting.note_compared(call_spec.id)
+        registry.lifting.note_compared(call_spec.id, numbers)
     return same
 
 

@@ -258,6 +258,28 @@ def test_cells_that_ask_what_a_number_is(scale):
     np.testing.assert_allclose(found, [fn(W, i) for i in numbers], rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda n, y: y * (n**3 / 1e9),
+        lambda n, y: jax.jit(lambda y: y * (n * n / 1e6))(y),
+        lambda n, y: y * (2 if isinstance(n, int) and n > 0 else 3),
+    ],
+)
+def test_numbers_that_differ_more_later(scale):
+    """Integers of Python do not overflow, and what it decides on may be the sign."""
+
+    def fn(w, i):
+        x, n = i
+        return jedbatch.cell(lambda w, y: scale(n, y) * w)(w, x)
+
+    batched = jedbatch.batch(fn)
+    x = np.ones(2, np.float32)
+    for numbers in (range(-12, 0), [2000, 60000]):
+        found = batched(W, [(x, n) for n in numbers])
+        np.testing.assert_allclose(found, [fn(W, (x, n)) for n in numbers], rtol=1e-5)
+
+
 def test_errors_of_cells_are_theirs():
     def fn(w, i):
         x, rate, _ = i
