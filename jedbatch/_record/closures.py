@@ -120,8 +120,8 @@ def _identity(
     if is_program(value):
         return program_key(value)
     if isinstance(value, functools.partial):
-        keywords = sorted(value.keywords.items())
-        return "partial", *each((value.func, *value.args, *keywords, *_attributes(value)))
+        named = (*sorted(value.keywords.items()), *_attributes(value))
+        return "partial", *each((value.func, *value.args, *named))
     if isinstance(value, types.MethodType):
         return "method", *each((value.__func__, value.__self__))
     if isinstance(value, types.FunctionType):
