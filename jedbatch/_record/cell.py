@@ -110,9 +110,9 @@ def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> A
       products may differ in their last bits (see `jedbatch.batch`).
 
     Identity:
-      Two cells are the same if their functions have the same code, globals, defaults and
-      closed-over values, compared by content where it can be written out and else by identity. A
-      cell made inside the batched function is therefore the same at every call, unless it closes
+      Two cells are the same if their functions have the same code, globals, defaults, attributes
+      and closed-over values, compared by content where it can be written out and else by identity.
+      A cell made inside the batched function is therefore the same at every call, unless it closes
       over something new each time (`RecompilationWarning`). Symbolic values it closes over
       become operands, and so do numbers and small arrays of NumPy that differ from call to call,
       unless Python must know them; those that are its defaults or the arguments of a

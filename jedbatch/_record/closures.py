@@ -1,7 +1,7 @@
 """Identity of Python functions: equal keys for functions that compute the same.
 
-Two functions compute the same if their code, globals, defaults and closed-over values are the
-same. Closed-over values are compared by content where it can be written out and else by identity.
+Two functions compute the same if their code, globals, defaults, attributes and closed-over values
+are the same. These are compared by content where it can be written out and else by identity.
 
 Before, some of what a function holds is taken out of it (`held_values`, `with_held_values`):
 symbolic values, which are operands, and numbers that differ from call to call. It holds what it
@@ -79,7 +79,7 @@ def function_identity(
     ways: Mapping[int, Hashable] = types.MappingProxyType({}),
     program_key: Callable[[Any], Hashable] = Same,
 ) -> Hashable:
-    """Equal for functions that compute the same: code, globals, defaults and closed-over values.
+    """Equal for functions of the same code, globals, defaults, attributes and closed-over values.
 
     `ways` names arrays, by their ids, that are told apart by name; `program_key` tells programs of
     JAX apart, in which it hands on functions that it has traced.

@@ -193,7 +193,7 @@ def describe_call(
     tokens: list[Hashable] = [cell]
     if reachable_cells(cell.fn) != cell.closure:
         return None
-    if any(isinstance(x, Tracer) or may_change(x) for x in held_values(cell.fn)):
+    if any(isinstance(x, Tracer | np.ndarray) for x in held_values(cell.fn)):
         return None
     if static:
         try:

@@ -6,6 +6,7 @@ numbers have been met they are constants, which XLA computes with best; then tho
 become operands.
 """
 
+import math
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from jedbatch._record.instance_arrays import array_type
 from jedbatch._support.caches import Memory
 
 MAX_OPERATIONS = 10_000  # of which numbers are kept
+MAGNITUDE = 8  # binary digits
 
 
 class NumbersMet:
@@ -72,7 +74,7 @@ class Lifting:
         self.max_constant = max_constant
         self.num_lifted = 0
         self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
-        self._compared: dict[tuple[int, int, int], None] = Memory(MAX_OPERATIONS)
+        self._compared: dict[tuple[int, ...], None] = Memory(MAX_OPERATIONS)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -90,13 +92,13 @@ class Lifting:
     def is_new(self, call_spec: int, numbers: Sequence[Number]) -> bool:
         """Returns whether calls of this id have not been compared with those that hold numbers.
 
-        Numbers count as known if each had the same sign before.
+        Numbers count as known if each had that sign before, and about that magnitude.
         """
-        return any(key not in self._compared for key in _signs(call_spec, numbers))
+        return any(key not in self._compared for key in _ranges(call_spec, numbers))
 
     def note_compared(self, call_spec: int, numbers: Sequence[Number]) -> None:
         """Notes that calls of this id compute the same with numbers as operands."""
-        self._compared.update(dict.fromkeys(_signs(call_spec, numbers)))
+        self._compared.update(dict.fromkeys(_ranges(call_spec, numbers)))
 
     def fix(self, skeleton: Hashable) -> None:
         """Makes the operands of an operation part of its type: integers first, then all of them.
@@ -136,10 +138,21 @@ class Lifting:
         return skeleton, {positions[k]: numbers[positions[k]] for k in lifted}
 
 
-def _signs(call_spec: int, numbers: Sequence[Number]) -> list[tuple[int, int, int]]:
-    """The signs of single numbers that calls of some id take, by position."""
-    signs = [(x.value > 0) * 2 + (x.value < 0) if not x.value.ndim else 0 for x in numbers]
-    return [(call_spec, k, int(sign)) for k, sign in enumerate(signs)]
+def _ranges(call_spec: int, numbers: Sequence[Number]) -> list[tuple[int, ...]]:
+    """The signs and orders of magnitude of numbers that calls of some id take, by position."""
+
+    def of(number: np.ndarray) -> tuple[int, ...]:
+        if number.ndim:
+            values = number.astype(np.complex128)
+            least, most = values.real.min(initial=0), values.real.max(initial=0)
+            size = float(np.abs(values).max(initial=0))
+        else:
+            single = complex(number)
+            least = most = single.real
+            size = max(abs(most), abs(single.imag))
+        return most > 0, least < 0, math.isfinite(size), math.frexp(size)[1] // MAGNITUDE
+
+    return [(call_spec, k, *of(x.value)) for k, x in enumerate(numbers)]
 
 
 def _number_of(x: object, computed: Collection[int]) -> Number | None:

@@ -82,8 +82,9 @@ def _reads_no_number(
 ) -> bool:
     """Returns whether a cell computes the same whether some numbers are operands or constants.
 
-    It does not where Python asks what the numbers are, as `isinstance` does. What it does then
-    most often depends on the sign: calls are compared for each that a number has.
+    It does not where Python asks what the numbers are, as `isinstance` does, or computes with more
+    digits than JAX. Whether that matters depends on the sign and the magnitude of a number most
+    often, so calls are compared for each of them.
     """
     registry, numbers = recorder.registry, list(lifted.values())
     if not registry.lifting.is_new(call_spec.id, numbers):

@@ -264,10 +264,12 @@ def test_cells_that_ask_what_a_number_is(scale):
         lambda n, y: y * (n**3 / 1e9),
         lambda n, y: jax.jit(lambda y: y * (n * n / 1e6))(y),
         lambda n, y: y * (2 if isinstance(n, int) and n > 0 else 3),
+        lambda n, y: y * ((n + 2_147_450_000) / 1e9),
+        lambda n, y: y * (1 - 1e-9) ** (abs(n) ** 3.0),
     ],
 )
 def test_numbers_that_differ_more_later(scale):
-    """Integers of Python do not overflow, and what it decides on may be the sign."""
+    """Python computes with more digits, and what it decides on may be the sign."""
 
     def fn(w, i):
         x, n = i
