@@ -98,7 +98,8 @@ def is_nest(eqn: Equation) -> bool:
         return True
     if eqn.primitive.name == "while":
         body = without_consts(eqn.params["body_jaxpr"])
-        return any(is_cut(x, [True] * len(x.invars), _work_of(body)) for x in body.eqns)
+        around = _work_of(body)
+        return any(is_cut(x, [True] * len(x.invars), around) for x in body.eqns)
     return any(is_nest(x) for program in inner_programs(eqn) for x in program.eqns)
 
 
