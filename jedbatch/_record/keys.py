@@ -192,12 +192,19 @@ class Keys:
         """A program as nested tuples, variables numbered by first appearance."""
         inner = without_consts(program)
         names: dict[Any, int] = {}
+        types: dict[int, tuple[str, Any]] = {}  # most variables of a type share one object
+
+        def type_of(x: Leaf) -> str:
+            written = types.get(id(x.aval))
+            if written is None:
+                written = types[id(x.aval)] = str(x.aval), x.aval
+            return written[0]
 
         def atom(x: Leaf, reads_numbers: bool = True) -> Hashable:
             if isinstance(x, Literal):
                 value = b"" if reads_numbers and is_literal(x) else np.asarray(x.val).tobytes()
-                return "literal", value, str(x.aval)
-            return names.setdefault(x, len(names)), str(x.aval)
+                return "literal", value, type_of(x)
+            return names.setdefault(x, len(names)), type_of(x)
 
         parts: list[Hashable] = [
             ("number", str(jax.typeof(c))) if is_number(c) else Same(c) for c in consts_of(program)
