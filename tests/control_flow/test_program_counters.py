@@ -21,8 +21,10 @@ from cases.loops import (
 from jax import lax
 
 import jedbatch
+from jedbatch._jaxpr import basic_blocks
 from jedbatch._jaxpr.basic_blocks import cut, is_nest
 from jedbatch._jaxpr.divergent import without_lock_step
+from jedbatch._jaxpr.interpret import work
 from jedbatch._jaxpr.program_counters import LEAST_WIDTH, STEP_WORK, LaneRule, run_lanes, widths
 from jedbatch._jaxpr.registers import BasicBlock, Instruction, Slot
 
@@ -370,6 +372,21 @@ def test_only_loops_in_loops_are_nests():
     assert not is_nest(single)
     for fn in PROGRAMS:
         assert any(map(is_nest, jax.make_jaxpr(fn)(3, x).eqns)), fn
+
+
+def test_work_is_looked_at_in_proportion_to_a_body(monkeypatch):
+    looked_at = []
+    monkeypatch.setattr(basic_blocks, "work", lambda eqn: looked_at.append(eqn) or work(eqn))
+
+    def counted(length):
+        body = lambda x: functools.reduce(lambda y, _: jnp.sin(y), range(length), x)  # noqa: E731
+        loop = lambda x: lax.while_loop(lambda y: y.sum() < 9, body, x)  # noqa: E731
+        (eqn,) = jax.make_jaxpr(loop)(jnp.ones(3)).eqns
+        looked_at.clear()
+        assert not is_nest(eqn)
+        return len(looked_at)
+
+    assert counted(80) < 3 * counted(40)
 
 
 # --- in batched functions ---

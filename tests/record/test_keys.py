@@ -459,3 +459,17 @@ def test_parameters_that_are_equal_are_not_the_same():
     assert keys.primitive_key(jax.lax.sub_p, {"a": 1}) is not keys.primitive_key(
         jax.lax.sub_p, {"b": 1}
     )
+
+
+def test_types_in_programs_are_written_once_each(monkeypatch):
+    """However many variables of a type there are."""
+    written = []
+    as_text = jax.core.ShapedArray.__str__
+    monkeypatch.setattr(
+        jax.core.ShapedArray, "__str__", lambda aval: written.append(aval) or as_text(aval)
+    )
+    program = jax.make_jaxpr(lambda x: functools.reduce(lambda y, _: jnp.sin(y), range(40), x))
+    jaxpr = program(jnp.ones(3))
+    written.clear()
+    Keys().jaxpr_key(jaxpr)
+    assert 0 < len(written) < len(jaxpr.eqns)
