@@ -12,6 +12,7 @@ hold.
 import contextlib
 import enum
 import functools
+import inspect
 import itertools
 import sys
 import types
@@ -268,6 +269,36 @@ def _is_assigned(cell: types.CellType) -> bool:
 
 
 OPERAND = object()  # stands for what a function takes as an operand
+
+ASKING = frozenset({"isinstance", "issubclass", "type", "hasattr", "getattr", "callable"})
+
+
+def asks_for_types(fn: object) -> bool:
+    """Returns whether a function may do something else with a number than with an operand.
+
+    It, one that it holds, or a global one of the user that it calls, asks for the types of values,
+    or catches errors.
+    """
+    met: set[int] = set()
+    waiting = [fn]
+    while waiting:
+        for x, _ in _functions_in(waiting.pop()).values():
+            if id(x) in met or type(x) is not types.FunctionType:
+                continue
+            met.add(id(x))
+            names = code_names(x.__code__)
+            if not ASKING.isdisjoint(names) or catches_errors(x.__code__):
+                return True
+            called = (inspect.unwrap(f) for f in map(x.__globals__.get, names) if callable(f))
+            waiting += [f for f in called if not is_installed(getattr(f, "__module__", None) or "")]
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def catches_errors(code: types.CodeType) -> bool:
+    """Returns whether code has a `try` statement, or a `with` statement, or code in it does."""
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return bool(code.co_exceptiontable) or any(map(catches_errors, inner))
 
 
 @functools.lru_cache(maxsize=4096)

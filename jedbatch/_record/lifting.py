@@ -74,7 +74,7 @@ class Lifting:
         self.max_constant = max_constant
         self.num_lifted = 0
         self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
-        self._compared: dict[tuple[int, ...], None] = Memory(MAX_OPERATIONS)
+        self._compared: dict[Hashable, None] = Memory(MAX_OPERATIONS)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -89,16 +89,17 @@ class Lifting:
         self.num_lifted += len(numbers_met.varying) - before
         return numbers_met.varying
 
-    def is_new(self, call_spec: int, numbers: Sequence[Number]) -> bool:
+    def is_new(self, call_spec: int, numbers: Sequence[Number], asks: bool) -> bool:
         """Returns whether calls of this id have not been compared with those that hold numbers.
 
-        Numbers count as known if each had that sign before, and about that magnitude.
+        Numbers count as known if each had that sign before, and about that magnitude; where the
+        function `asks_for_types`, if all had these values.
         """
-        return any(key not in self._compared for key in _ranges(call_spec, numbers))
+        return any(key not in self._compared for key in _known_by(call_spec, numbers, asks))
 
-    def note_compared(self, call_spec: int, numbers: Sequence[Number]) -> None:
+    def note_compared(self, call_spec: int, numbers: Sequence[Number], asks: bool) -> None:
         """Notes that calls of this id compute the same with numbers as operands."""
-        self._compared.update(dict.fromkeys(_ranges(call_spec, numbers)))
+        self._compared.update(dict.fromkeys(_known_by(call_spec, numbers, asks)))
 
     def fix(self, skeleton: Hashable) -> None:
         """Makes the operands of an operation part of its type: integers first, then all of them.
@@ -136,6 +137,10 @@ class Lifting:
         lifted = self.lifted(skeleton, tuple(numbers.values()))
         positions = list(numbers)
         return skeleton, {positions[k]: numbers[positions[k]] for k in lifted}
+
+
+def _known_by(call_spec: int, numbers: Sequence[Number], asks: bool) -> list[Hashable]:
+    return [(call_spec, *(x.key for x in numbers))] if asks else [*_ranges(call_spec, numbers)]
 
 
 def _ranges(call_spec: int, numbers: Sequence[Number]) -> list[tuple[int, ...]]:

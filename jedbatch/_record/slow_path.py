@@ -23,6 +23,7 @@ from jedbatch._jaxpr.symbolic_dims import as_number
 from jedbatch._record.cell import Cell, pause, spelled, static_options
 from jedbatch._record.closures import (
     OPERAND,
+    asks_for_types,
     function_identity,
     held_functions,
     held_values,
@@ -84,10 +85,11 @@ def _reads_no_number(
 
     It does not where Python asks what the numbers are, as `isinstance` does, or computes with more
     digits than JAX. Whether that matters depends on the sign and the magnitude of a number most
-    often, so calls are compared for each of them.
+    often, so calls are compared for each of them; and for all numbers where code asks for types.
     """
     registry, numbers = recorder.registry, list(lifted.values())
-    if not registry.lifting.is_new(call_spec.id, numbers):
+    asks = asks_for_types(cell.fn)
+    if not registry.lifting.is_new(call_spec.id, numbers, asks):
         return True
     constant = recorder.cell_call_spec(cell, args, static)
     assert constant is not None
@@ -97,7 +99,7 @@ def _reads_no_number(
     with pause(), jax.ensure_compile_time_eval():
         same = is_same_with(numbers, program, other, registry.keys.params_key)
     if same:
-        registry.lifting.note_compared(call_spec.id, numbers)
+        registry.lifting.note_compared(call_spec.id, numbers, asks)
     return same
 
 

@@ -258,6 +258,17 @@ def test_cells_that_ask_what_a_number_is(scale):
     np.testing.assert_allclose(found, [fn(W, i) for i in numbers], rtol=1e-5)
 
 
+def seldom_two(n):
+    return 2 if hasattr(n, "bit_length") and n == -3 else 3
+
+
+def tried(n):
+    try:
+        return 2 if int(n) == -3 else 3
+    except TypeError:  # as of JAX, of an operand
+        return 3
+
+
 @pytest.mark.parametrize(
     "scale",
     [
@@ -266,10 +277,13 @@ def test_cells_that_ask_what_a_number_is(scale):
         lambda n, y: y * (2 if isinstance(n, int) and n > 0 else 3),
         lambda n, y: y * ((n + 2_147_450_000) / 1e9),
         lambda n, y: y * (1 - 1e-9) ** (abs(n) ** 3.0),
+        lambda n, y: y * (2 if isinstance(n, int) and n == -3 else 3),
+        lambda n, y: y * seldom_two(n),
+        lambda n, y: y * tried(n),
     ],
 )
 def test_numbers_that_differ_more_later(scale):
-    """Python computes with more digits, and what it decides on may be the sign."""
+    """Python computes with more digits, and what it decides on may be the sign, or one number."""
 
     def fn(w, i):
         x, n = i
