@@ -146,7 +146,7 @@ def _identity(
 
 
 def _attributes(fn: Any) -> list[tuple[str, Any]]:
-    """What was assigned to attributes of a function, which it may read."""
+    """The attributes that were assigned to a function, which it may read."""
     return [(name, x) for name, x in sorted(vars(fn).items()) if name != "__wrapped__"]
 
 
@@ -154,7 +154,7 @@ Parts = dict[int, tuple[Any, list[Any]]]  # functions and what they are made of,
 
 
 def _parts(x: Any) -> list[Any] | None:
-    """What a function is made of, if there can be one with other parts; None of anything else."""
+    """The parts of a function, if there can be one with others; None of anything else."""
     if type(x) in (functools.partial, jax.tree_util.Partial):
         return [x.func, *x.args, *(value for _, value in sorted(x.keywords.items()))]
     if type(x) is types.MethodType:

@@ -416,7 +416,7 @@ def segment_that_asks(value):
 
 
 def guess_of_a_loop(length):
-    """What is expected of a loop of so many steps, and what it needs of programs: nothing."""
+    """The expectations of a loop of so many steps, which needs nothing of programs."""
     path = [segment_that_asks(k) for k in range(length)]
     for before, after in itertools.pairwise(path):
         before.after = {1: segment_that_asks(None), 0: after}
