@@ -27,6 +27,7 @@ from jedbatch._support.caches import Memory
 
 MAX_OPERATIONS = 10_000  # of which numbers are kept
 MAGNITUDE = 8  # binary digits
+MAX_COMPARED = 16  # sets of numbers of one operation; the constant twin of each makes a type
 
 
 class NumbersMet:
@@ -75,6 +76,7 @@ class Lifting:
         self.num_lifted = 0
         self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
         self._compared: dict[Hashable, None] = Memory(MAX_OPERATIONS)
+        self._times: dict[int, int] = Memory(MAX_OPERATIONS)  # that calls of an id were compared
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -93,13 +95,19 @@ class Lifting:
         """Returns whether calls of this id have not been compared with those that hold numbers.
 
         Numbers count as known if each had that sign before, and about that magnitude; where the
-        function `asks_for_types`, if all had these values.
+        function `asks_for_types`, if all had these values, up to a few of these.
         """
-        return any(key not in self._compared for key in _known_by(call_spec, numbers, asks))
+        return any(key not in self._compared for key in self._known_by(call_spec, numbers, asks))
 
     def note_compared(self, call_spec: int, numbers: Sequence[Number], asks: bool) -> None:
         """Notes that calls of this id compute the same with numbers as operands."""
-        self._compared.update(dict.fromkeys(_known_by(call_spec, numbers, asks)))
+        self._compared.update(dict.fromkeys(self._known_by(call_spec, numbers, asks)))
+        self._times[call_spec] = self._times.get(call_spec, 0) + 1
+
+    def _known_by(self, call_spec: int, numbers: Sequence[Number], asks: bool) -> list[Hashable]:
+        exact = (call_spec, *(x.key for x in numbers))
+        is_told_apart = asks and self._times.get(call_spec, 0) < MAX_COMPARED
+        return [*_ranges(call_spec, numbers), *[exact] * is_told_apart]
 
     def fix(self, skeleton: Hashable) -> None:
         """Makes the operands of an operation part of its type: integers first, then all of them.
@@ -137,10 +145,6 @@ class Lifting:
         lifted = self.lifted(skeleton, tuple(numbers.values()))
         positions = list(numbers)
         return skeleton, {positions[k]: numbers[positions[k]] for k in lifted}
-
-
-def _known_by(call_spec: int, numbers: Sequence[Number], asks: bool) -> list[Hashable]:
-    return [(call_spec, *(x.key for x in numbers))] if asks else [*_ranges(call_spec, numbers)]
 
 
 def _ranges(call_spec: int, numbers: Sequence[Number]) -> list[tuple[int, ...]]:

@@ -85,7 +85,8 @@ def _reads_no_number(
 
     It does not where Python asks what the numbers are, as `isinstance` does, or computes with more
     digits than JAX. Whether that matters depends on the sign and the magnitude of a number most
-    often, so calls are compared for each of them; and for all numbers where code asks for types.
+    often, so calls are compared for each of them; and for the first few numbers where code asks
+    for types.
     """
     registry, numbers = recorder.registry, list(lifted.values())
     asks = asks_for_types(cell.fn)
