@@ -21,7 +21,7 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._batch.pickling import CAN_SEND_CLOSURES, dumps, name_of
-from jedbatch._learn.adaptive import Adaptive, Settled
+from jedbatch._learn.adaptive import Adaptive, FixedPolicy
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.plan import Plan
 from jedbatch._record.instance_arrays import array_type
@@ -272,7 +272,7 @@ class Planner:
     def _policy(self) -> Any:
         """The policy for other processes, which learn none of their own."""
         policy = self._batched.policy
-        return Settled(policy) if isinstance(self._batched._policy, Adaptive) else policy
+        return FixedPolicy(policy) if isinstance(self._batched._policy, Adaptive) else policy
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannerCopy, (self._pickled(),)

@@ -102,7 +102,7 @@ class Adaptive:
         return self._machine
 
 
-class Settled(Adaptive):
+class FixedPolicy(Adaptive):
     """One that goes by what another one has learned, and learns nothing: equal in all processes.
 
     Args:

@@ -283,7 +283,7 @@ def test_what_is_read_besides(monkeypatch):
 
 
 @dataclasses.dataclass(frozen=True)
-class Settled:
+class Factored:
     """A start, and a factor that all of its class have."""
 
     start: np.ndarray
@@ -301,10 +301,10 @@ def test_classes_that_come_later(monkeypatch):
     batched = jedbatch.batch(fn)
     minibatch = [np.full(3, s, np.float32) for s in (1, 2)]
     called(batched, W, minibatch, 1)
-    minibatch = [Settled(x) for x in minibatch]
+    minibatch = [Factored(x) for x in minibatch]
     called(batched, W, minibatch, 4)
     for factor in (2.0, 3.0):
-        monkeypatch.setattr(Settled, "factor", factor)
+        monkeypatch.setattr(Factored, "factor", factor)
         assert_close(batched(W, minibatch), loop(fn, W, minibatch), 1e-5)
 
 
