@@ -91,6 +91,7 @@ VARIANTS: dict[str, jedbatch.Target] = {
     "start 5e8": variant("start 5e8", chunk_work=5e8),
     "start 8e9": variant("start 8e9", chunk_work=8e9),
     "rows in loops": variant("rows in loops", straight_rows=0),
+    "projections": variant("projections", projection_bytes=1 << 17),
     "autotuned": variant("autotuned"),
     "dispatch": variant("dispatch"),
 }
