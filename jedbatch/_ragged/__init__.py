@@ -31,11 +31,12 @@ Read in this order:
    rows each.
 25. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
 26. `regions`: The ragged parts of an instance's graph, taken out of it.
-27. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
-28. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
+27. `cutting`: Cutting a recorded graph in two: calls of regions, and the graph that is left.
+28. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
+29. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
    tiles.
-29. `lengths`: The arrays of instances that have lengths of their own.
-30. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+30. `lengths`: The arrays of instances that have lengths of their own.
+31. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
-31. `row_capacities`: How much room programs have for the calls of a region.
+32. `row_capacities`: How much room programs have for the calls of a region.
 """

@@ -16,8 +16,8 @@ import numpy as np
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
 from jedbatch._ragged.calls import lacks_rows
+from jedbatch._ragged.cutting import Cut, Uncut, cut_graph
 from jedbatch._ragged.lengths import RaggedTypes
-from jedbatch._ragged.regions import Cut, Uncut
 from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.environment import Reached
 from jedbatch._record.instance_arrays import array_type
@@ -283,7 +283,8 @@ class RaggedRecording:
         for i, (given, instance_arrays) in enumerate(zip(self.given, self.arrays, strict=True)):
             self.number = i
             self.asked[i].check()
-            cuts.append(given and cache.regions.cut(graphs[i], len(instance_arrays), given.symbols))
+            arguments = cache.regions, graphs[i], len(instance_arrays)
+            cuts.append(given and cut_graph(*arguments, given.symbols))
         before = cache.regions.revision
         cache.regions.tiles.choose_rows(
             [n for given in self.given if given for n in given.lengths if n >= 0]
