@@ -47,10 +47,12 @@ def moving_calls(
 def _moving(call: Array, total: Array, *cotangents: Array, num_calls: int) -> list[Array]:
     exists = jnp.arange(len(call)) < total
     moves = [exists & (x != 0).reshape(len(call), -1).any(axis=1) for x in cotangents]
-    # All at once; and numbers are added up: XLA:GPU has no atomic operation for bits.
-    flags = jnp.stack(moves) if len(moves) > 1 else moves[0][None]
-    counts = jnp.zeros((len(moves), num_calls), jnp.int32).at[:, call].add(flags.astype(jnp.int32))
-    return [counts[k] > 0 for k in range(len(moves))]
+    # Set, not added up: many threads of a GPU would wait for each other to add to the same number.
+    flags = jnp.stack(moves)
+    place = jnp.where(flags, call, num_calls)
+    found = jnp.zeros((len(moves), num_calls), jnp.int32)  # there is no atomic operation for bits
+    found = found.at[jnp.arange(len(moves))[:, None], place].set(1, mode="drop")
+    return list(found != 0)
 
 
 moving_p = Primitive("moving_calls")
