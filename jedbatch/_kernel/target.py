@@ -113,6 +113,9 @@ class Target:
         without loops; 0 where `straight_indexed_rows` says so.
       microbatch_rows: above so many rows, regions without loops run a few calls at a time, which
         together have up to about so many (see `_ragged.microbatches`); 0 for all calls at once.
+      rest_work: floating-point operations that an instance may do besides its ragged parts for all
+        to be one program, without loops over instructions, where all instances do the same (see
+        `_ragged.regions`); 0 if none may.
       projection_bytes: of the weights of a product of inputs that is worth a node of its own (see
         `_record.granularity.projections`); 0 if none is.
       summed_last: whether products of matrices of a lane sum over the last axes of their first
@@ -149,6 +152,7 @@ class Target:
     straight_indexed_rows: int = 1 << 17
     straight_bytes: int = 0
     microbatch_rows: int = 4096
+    rest_work: float = 0
     projection_bytes: int = 1 << 17
     summed_last: bool = True
     control: str = "loops"
@@ -325,6 +329,7 @@ GPU = Target(
     straight_rows=1 << 16,
     straight_bytes=4 << 30,
     microbatch_rows=0,
+    rest_work=3e7,
     projection_bytes=0,
     summed_last=False,
     control="switch",

@@ -109,13 +109,20 @@ class Cut:
         self.inputs = [_single(chunk, k) for chunk in graph.inputs for k in range(len(chunk))]
         self.outputs = graph.outputs.tolist()
         self.stopped = self._stopped()
-        self.parts = self._parts()
-        self.leaving = self._leaving()
-        # Arrays of the instance that are returned as they are, each by a part without nodes.
-        ragged_inputs = dict.fromkeys(v for v in self.outputs if v < 0 and self._is_ragged_input(v))
-        self.leaving += [[v] for v in ragged_inputs]
-        parts = [*self.parts, *([] for _ in ragged_inputs)]
-        self.subgraphs = [self._subgraph(*pair) for pair in zip(parts, self.leaving, strict=True)]
+        self.ragged_inputs = [
+            [v] for v in dict.fromkeys(self.outputs) if v < 0 and self._is_ragged_input(v)
+        ]
+        self.parts = self._parts(self._ragged_nodes())
+        self.leaving, self.subgraphs = self._subgraphs()
+
+    def _subgraphs(self) -> tuple[list[list[int]], list[Subgraph]]:
+        """Returns (the values of each part that are read elsewhere or returned, the parts).
+
+        Arrays of the instance that are returned as they are, are parts without nodes.
+        """
+        leaving = self._leaving() + self.ragged_inputs
+        nodes = [*self.parts, *([] for _ in self.ragged_inputs)]
+        return leaving, [self._subgraph(*pair) for pair in zip(nodes, leaving, strict=True)]
 
     def _is_ragged_input(self, value: int) -> bool:
         return is_ragged(self.inputs[-1 - value].type.shape)
@@ -131,8 +138,8 @@ class Cut:
                 moving.update(self.reads[node])
         return set(range(len(self.maker))) - moving
 
-    def _parts(self) -> list[list[int]]:
-        """Returns connected nodes that are ragged or that ragged ones depend on."""
+    def _ragged_nodes(self) -> list[int]:
+        """Returns the nodes that are ragged or that ragged ones depend on."""
         inside = [self.regions.is_ragged(t) for t in self.types]
         for node in loops_to_lengths(self.graph, self.regions.limit, self.regions.is_ragged):
             inside[node] = True
@@ -141,15 +148,31 @@ class Cut:
                 for value in self.reads[node]:
                     if value >= 0:
                         inside[self.maker[value]] = True
+        return np.flatnonzero(inside).tolist()
+
+    def _parts(self, nodes: Sequence[int]) -> list[list[int]]:
+        """Returns the connected parts that some nodes are."""
         connected: UnionFind[int] = UnionFind()
-        for node in np.flatnonzero(inside).tolist():
+        for node in nodes:
             for value in self.reads[node]:
                 if value >= 0:
                     connected.union(node, self.maker[value])
         groups: dict[int, list[int]] = {}
-        for node in np.flatnonzero(inside).tolist():
+        for node in nodes:
             groups.setdefault(connected.find(node), []).append(node)
         return list(groups.values())
+
+    def _whole_parts(self) -> list[list[int]] | None:
+        """Returns the parts that all nodes are; None if some are not to join ragged ones."""
+        regions, inside = self.regions, {node for part in self.parts for node in part}
+        rest = [self.types[node] for node in range(len(self.types)) if node not in inside]
+        is_light = sum(map(regions.work, rest)) <= regions.rest_work
+        if not (is_light and all(map(regions.joins, set(rest)))):
+            return None
+        parts = self._parts(range(len(self.types)))
+        if any(map(inside.isdisjoint, parts)) or any(map(regions.has_tiles, self.subgraphs)):
+            return None
+        return parts
 
     def _leaving(self) -> list[list[int]]:
         """Returns the values of each part that are read elsewhere or returned."""
@@ -239,9 +262,18 @@ class Cut:
         )
 
     def note(self) -> None:
-        """Takes note of the numbers that ragged nodes read."""
+        """Takes note of the numbers that ragged nodes read; the rest of the graph may join them."""
         for subgraph in self.subgraphs:
             self.regions.note(subgraph)
+        if not self.regions.joins_rest:
+            return
+        parts = self._whole_parts()
+        if parts is None:
+            self.regions.leave_rest()
+        else:
+            self.parts = parts
+            self.leaving, self.subgraphs = self._subgraphs()
+            self.regions.note_whole(self.subgraphs)
 
     def _subgraph(self, part: list[int], leaving: list[int]) -> Subgraph:
         """Returns a connected part, apart from its place."""

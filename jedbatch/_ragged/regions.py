@@ -13,6 +13,9 @@ instances and however many in each (the sentences at the leaves of a tree), run 
 have symbols of their own, so that what is done to two sentences of a tree is recorded with n for
 one and m for the other: parts that differ in the names of symbols only are calls of one region (see
 `_ragged.renaming`).
+
+A program for a GPU pays for each instruction of a graph, and nothing for one without any. There the
+rest of the graph joins its ragged parts as long as it is the same for all instances, and little.
 """
 
 import functools
@@ -26,13 +29,13 @@ import numpy as np
 from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
-from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.interpret import any_performs, has_gradient, work
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
 from jedbatch._jaxpr.versions import without_consts
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.padded_loops import find_limit
-from jedbatch._ragged.phases import find_phases
+from jedbatch._ragged.phases import INSIDE, find_phases
 from jedbatch._ragged.renaming import written_type
 from jedbatch._ragged.tile_types import RaggedNodeType, TileTypes
 from jedbatch._record.registry import Registry
@@ -185,15 +188,22 @@ class Regions:
     nodes on tiles (see `_ragged.tile_types`).
 
     Attributes:
+      rest_work: floating-point operations up to which the rest of a graph joins its ragged parts.
+      joins_rest: whether it does as long as it is the same for all instances; not once one differs.
       tiles: types of nodes on tiles.
       limit: from a type to the operand that its nodes, loops, count to; None of others.
     """
 
-    def __init__(self, registry: Registry):
+    def __init__(self, registry: Registry, rest_work: float = 0):
         self.registry = registry
+        self.rest_work = rest_work
+        self.joins_rest = rest_work > 0
+        self._whole: Hashable = None
+        self._changes = 0  # of that
         self.regions: list[Region] = []
         self._ids: dict[Hashable, Region] = {}
         self._ragged: dict[int, bool] = {}
+        self._joins: dict[int, bool] = {}
         self.limit = functools.cache(lambda type_id: find_limit(registry.node_types[type_id]))
         self._renamed: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._canonical: dict[Hashable, int] = {}
@@ -236,7 +246,7 @@ class Regions:
         number, symbols = self.renamed(type_id)
         return RaggedNodeType(number, type_id, symbols)
 
-    def has_tiles(self, subgraph: "Subgraph") -> bool:
+    def has_tiles(self, subgraph: Subgraph) -> bool:
         """Returns whether the nodes of a connected part become nodes on tiles."""
         limits = ((refs, self.limit(t)) for t, refs in subgraph.nodes)
         read = [refs[k] for refs, k in limits if k is not None and not isinstance(refs[k], int)]
@@ -244,22 +254,65 @@ class Regions:
             return False  # a loop to a length, whose room is known in a region alone
         return self.tiles.wanted(self._ragged_types(subgraph))
 
-    def _ragged_types(self, subgraph: "Subgraph") -> list[RaggedNodeType]:
+    def _ragged_types(self, subgraph: Subgraph) -> list[RaggedNodeType]:
         types = dict.fromkeys(t for t, _ in subgraph.nodes)
         return [self.on_tiles(t) for t in types if self.is_ragged(t)]
 
-    def note(self, subgraph: "Subgraph") -> None:
+    def note(self, subgraph: Subgraph) -> None:
         """Takes note of a part, and of the numbers among its operands, which may be constants."""
         self.tiles.note(subgraph.key, self._ragged_types(subgraph))
-        if self.has_tiles(subgraph):
-            return
+        if not self.has_tiles(subgraph):
+            self._note_numbers(subgraph)
+
+    def note_whole(self, subgraphs: Sequence[Subgraph]) -> None:
+        """Takes note of the parts of a graph that nothing is left of, since the rest joins them.
+
+        Once it may be another one than before: the ends of instances are merged from some time on
+        (see `_record.granularity.readout`).
+        """
+        key = tuple([subgraph.key for subgraph in subgraphs])
+        if self._whole not in (key, None):
+            self._differing += 1
+            self.joins_rest, self._changes = self._changes == 0, self._changes + 1
+        self._whole = key
+        for subgraph in subgraphs:
+            self._note_numbers(subgraph)
+
+    def leave_rest(self) -> None:
+        """Has the rest of graphs be graphs from now on."""
+        self.joins_rest = False
+        self._differing += self._whole is not None
+
+    def forget_rest(self) -> None:
+        """Forgets what graphs are like: types that had been met have become others."""
+        self.joins_rest, self._changes, self._whole = self.rest_work > 0, 0, None
+
+    def joins(self, type_id: int) -> bool:
+        """Returns whether nodes of a type may run with ragged ones.
+
+        Loops and branches may not, which kernels run by lanes; nor do random keys have rows.
+        """
+        if type_id not in self._joins:
+            node_type = self.registry.node_types[type_id]
+            kinds = (*node_type.operands, *node_type.results)
+            equations = without_consts(operation_of(node_type).jaxpr).eqns
+            apart = any_performs(equations, *INSIDE, "custom_vjp_call")
+            self._joins[type_id] = not (apart or any(is_key(t.dtype) for t in kinds))
+        return self._joins[type_id]
+
+    def work(self, type_id: int) -> int:
+        """Returns the floating-point operations of a node of a type, roughly."""
+        jaxpr = operation_of(self.registry.node_types[type_id]).jaxpr
+        return sum(map(work, without_consts(jaxpr).eqns))
+
+    def _note_numbers(self, subgraph: Subgraph) -> None:
         for k, number in subgraph.numbers.items():
             value = number.tobytes()
             if self._numbers.setdefault((subgraph.key, k), value) not in (value, None):
                 self._numbers[subgraph.key, k] = None
                 self._differing += 1
 
-    def fixed(self, subgraph: "Subgraph") -> dict[int, np.ndarray]:
+    def fixed(self, subgraph: Subgraph) -> dict[int, np.ndarray]:
         """Returns the numbers among the operands of a call that were the same in all calls."""
         numbers = subgraph.numbers.items()
         return {k: x for k, x in numbers if self._numbers[subgraph.key, k] is not None}

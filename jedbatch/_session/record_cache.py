@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jedbatch._graph.record import Record
+from jedbatch._kernel.target import Target
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.regions import RaggedRecord, Regions
 from jedbatch._ragged.tiled_records import Expansion
@@ -115,7 +116,7 @@ class RecordCache:
       expansion: of graphs for all lengths to graphs for those of a minibatch.
     """
 
-    def __init__(self, registry: Registry, options: Options):
+    def __init__(self, registry: Registry, options: Options, target: Target):
         self.registry = registry
         self.grouping = GRANULARITIES[options.granularity or "cell"](registry)
         self.merging = Merging(registry) if options.granularity is None else None
@@ -130,7 +131,7 @@ class RecordCache:
         apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
         families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
         self.lengths = Lengths(apart, families)
-        self.regions = Regions(registry)
+        self.regions = Regions(registry, target.rest_work)
         self.expansion = Expansion(self.regions)
 
     def read(self, reached: Reached) -> None:
@@ -246,9 +247,16 @@ class RecordCache:
 
     def forget_records(self) -> None:
         """Forgets all records: types they are of have become others."""
+        self.regions.forget_rest()
         for memories in self._known.values():
             for memory in memories:
                 memory.clear()
+
+    def check(self, revision: int) -> None:
+        """Raises `GuardFailed` if types that had been met have become others since a revision."""
+        if self.revision != revision:
+            self.forget_records()
+            raise GuardFailed
 
     def decide(self) -> None:
         """Does what the first minibatches have said about merging nodes, if they have."""

@@ -15,6 +15,7 @@ import numpy as np
 
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
+from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.calls import lacks_rows
 from jedbatch._ragged.cutting import Cut, Uncut, cut_graph
 from jedbatch._ragged.lengths import RaggedTypes
@@ -158,9 +159,7 @@ class Recording:
         revision, grouping = cache.revision, cache.grouping
         mine, own, types = [[x[i] for i in new] for x in (instances, arrays, given)]
         graphs, keep, tracers = self._record(cache, new, mine, own, types, read)
-        if cache.revision != revision:
-            cache.forget_records()
-            raise GuardFailed
+        cache.check(revision)
         if cache.grouping is not grouping and any(r is not None for r in records):
             raise GuardFailed
         fresh = dict(zip(new, graphs, strict=True))
@@ -270,6 +269,7 @@ class RaggedRecording:
         instance at hand cannot be recorded for all lengths.
         """
         cache = self.cache
+        revision = cache.revision
         with noting_questions() as begin:
 
             def types(i: int) -> Any:
@@ -279,6 +279,7 @@ class RaggedRecording:
                 return given and given.types
 
             graphs, keep, tracers = self._recorded(functools.partial(record, types=types))
+        cache.check(revision)
         cuts: list[Cut | Uncut | None] = []
         for i, (given, instance_arrays) in enumerate(zip(self.given, self.arrays, strict=True)):
             self.number = i
@@ -298,7 +299,15 @@ class RaggedRecording:
         for i, cut in enumerate(cuts):
             self.number = i
             if cut is not None:
-                graphs[i] = on_tiles(cut.result(), cache.regions, cut.leaf_of)
+                try:
+                    result = cut.result()
+                except CannotMergeError:
+                    if not cache.regions.joins_rest:
+                        raise
+                    cache.regions.leave_rest()  # that may be why
+                    cache.forget_regions()
+                    raise GuardFailed from None
+                graphs[i] = on_tiles(result, cache.regions, cut.leaf_of)
         compared = [i for i in range(len(cuts)) if self._compared(i)]
         if compared:
             raise GuardFailed

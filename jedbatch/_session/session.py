@@ -104,7 +104,7 @@ class Session:
             options.max_steps,
             lane_policy,
         )
-        session = cls(registry, RecordCache(registry, options), programs)
+        session = cls(registry, RecordCache(registry, options, target), programs)
         num_bytes = min(MINIBATCH_BYTES, options.cache_bytes // 4)
         limit = min(MAX_MINIBATCHES, options.cache_size) if num_bytes else 0
         session.arranged = Memory(limit, num_bytes, lambda _, arranged: arranged.nbytes)
