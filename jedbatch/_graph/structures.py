@@ -15,6 +15,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputColumns, types_and_counts
 from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
@@ -23,7 +24,7 @@ from jedbatch._support.native import core
 
 KNOWN = "_structure"  # where a record keeps its structure
 COLUMNS = "_columns"  # where a graph keeps its arrays as the core wants them
-DIGESTS = "_digests"  # where a graph keeps those of its instances
+DIGESTS = "_digests"  # where a graph keeps what `digests_of` says
 SHORT_FORM = "_short_form"  # where a record keeps it
 MAX_SHORT_NODES = 16  # of an instance whose form is looked at among any number of others
 
@@ -73,12 +74,18 @@ class Structures:
             return None
         if _are_of_many_sizes(records, most):
             return None
-        found: list[Hashable] = [r.__dict__.get(KNOWN) or self._digest(r) for r in records]
+        found: list[Hashable] = [r.__dict__.get(KNOWN) or self._digest(r)[0] for r in records]
         if len(set(found)) > most:
             return None
+        met: dict[tuple[int, int], Record] = {}  # of each graph, by the first instance like it
         for record, digest in zip(records, found, strict=True):
-            if KNOWN not in record.__dict__:
+            if KNOWN in record.__dict__:
+                continue
+            one = met.setdefault((id(record.whole), self._digest(record)[1]), record)
+            if one is record or (one.structure, one.types) != (record.structure, record.types):
                 self._note(record, digest)
+            else:
+                record.__dict__[KNOWN] = one.__dict__[KNOWN]
         return [record.__dict__[KNOWN] for record in records]
 
     def short_form(self, record: Record) -> Hashable:
@@ -95,8 +102,8 @@ class Structures:
             record.__dict__[SHORT_FORM] = known
         return known
 
-    def _digest(self, record: Record) -> bytes:
-        """Returns the digest of an instance, and finds those of all that were recorded with it."""
+    def _digest(self, record: Record) -> tuple[bytes, int]:
+        """Returns what `digests_of` says of an instance, found for all recorded with it."""
         known = record.whole.__dict__
         if DIGESTS not in known:
             known[DIGESTS] = self._digests(record.whole)
@@ -110,15 +117,16 @@ class Structures:
             structure = self._known[key] = Structure(record)
         record.__dict__[KNOWN] = structure
 
-    def _digests(self, graph: Graph) -> list[bytes]:
-        """Returns a digest for every instance of a graph."""
-        number = {id(chunk.type): 0 for chunk in graph.inputs}
-        for chunk in graph.inputs:
-            if not number[id(chunk.type)]:
-                number[id(chunk.type)] = self._types.setdefault(chunk.type, 1 + len(self._types))
-        words = [(number[id(chunk.type)], len(chunk)) for chunk in graph.inputs]
-        counts = np.fromiter(map(len, graph.chunks), np.int64, graph.num_instances)
-        return digests_of(graph, np.array(words, np.int64).ravel(), pointers(2 * counts))
+    def _digests(self, graph: Graph) -> list[tuple[bytes, int]]:
+        """Returns what `digests_of` says of every instance of a graph."""
+        types, counts = types_and_counts(graph.inputs)
+        number = {id(t): 0 for t in types}
+        for t in types:
+            if not number[id(t)]:
+                number[id(t)] = self._types.setdefault(t, 1 + len(self._types))
+        words = np.array([[number[id(t)] for t in types], counts], np.int64)
+        ptr = np.searchsorted(pointers(words[1]), graph.input_ptr)
+        return digests_of(graph, words.T.ravel(), 2 * ptr)
 
 
 def _are_of_many_sizes(records: Sequence[Record], most: int) -> bool:
@@ -129,8 +137,10 @@ def _are_of_many_sizes(records: Sequence[Record], most: int) -> bool:
     return len(set(np.diff(graph.node_ptr).tolist())) > most
 
 
-def digests_of(graph: Graph, words: np.ndarray, word_ptr: np.ndarray) -> list[bytes]:
-    """Returns 16 bytes for every instance, equal for those that compute the same.
+def digests_of(graph: Graph, words: np.ndarray, word_ptr: np.ndarray) -> list[tuple[bytes, int]]:
+    """Returns for every instance 16 bytes, equal for those that compute the same.
+
+    With the number of the first instance that does, compared as a whole.
 
     Args:
       graph: of the instances.
@@ -140,18 +150,26 @@ def digests_of(graph: Graph, words: np.ndarray, word_ptr: np.ndarray) -> list[by
     compiled, count = core(), graph.num_instances
     if compiled is None:
         ends = word_ptr.tolist()
-        digests = []
+        found: dict[tuple[bytes, ...], tuple[bytes, int]] = {}
+        each = []
         for i in range(count):
-            hashed = hashlib.blake2b(words[ends[i] : ends[i + 1]].tobytes(), digest_size=16)
-            for part in Record(graph, i, None, ()).form[:4]:  # type: ignore[index]
-                hashed.update(len(part).to_bytes(8, "little") + part)
-            digests.append(hashed.digest())
-        return digests
-    found = np.empty((count, 2), np.int64)
+            form: tuple = Record(graph, i, None, ()).form  # type: ignore[assignment]
+            parts = words[ends[i] : ends[i + 1]].tobytes(), *form[:4]
+            each.append(found.setdefault(parts, (_digest_of(parts), i)))
+        return each
+    digests, first = np.empty((count, 2), np.int64), np.empty(count, np.int64)
     bounds = np.frombuffer(b"".join(graph.bounds), np.int64)
-    compiled.digest_instances((*_columns(graph), bounds, word_ptr, words, found))
-    raw = found.tobytes()
-    return [raw[i : i + 16] for i in range(0, len(raw), 16)]
+    compiled.digest_instances((*_columns(graph), bounds, word_ptr, words, digests, first))
+    raw = digests.tobytes()
+    return list(zip([raw[i : i + 16] for i in range(0, len(raw), 16)], first.tolist(), strict=True))
+
+
+def _digest_of(parts: Sequence[bytes]) -> bytes:
+    """Returns 16 bytes that depend on the parts and their lengths."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "little") + part)
+    return hashed.digest()
 
 
 def compute_the_same(one: Record, other: Record) -> bool:
@@ -161,9 +179,16 @@ def compute_the_same(one: Record, other: Record) -> bool:
         return True
     if compiled is None:
         return one.form == other.form
-    chunks = one.whole.chunks[one.index], other.whole.chunks[other.index]
-    inputs, others = ([(chunk.type, len(chunk)) for chunk in own] for own in chunks)
-    return inputs == others and compiled.same_instance(_share(one), _share(other))
+    same_inputs = _inputs_of(one) == _inputs_of(other)
+    return same_inputs and compiled.same_instance(_share(one), _share(other))
+
+
+def _inputs_of(record: Record) -> tuple[list[ValueType], list[int]]:
+    """Returns what `types_and_counts` does, for an instance."""
+    inputs, which = record.whole.inputs, slice(record.index, record.index + 2)
+    if isinstance(inputs, InputColumns):
+        return inputs.types_and_counts(*record.whole.input_ptr[which].tolist())
+    return types_and_counts(record.whole.chunks[record.index])
 
 
 def _share(record: Record) -> tuple[np.ndarray, ...]:

@@ -9,8 +9,9 @@ from cases.compiled_core import assert_equal, both, columns, compiled
 from jax import lax
 
 import jedbatch
+from jedbatch._graph import structures
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.structures import Structures, compute_the_same, counted
+from jedbatch._graph.structures import DIGESTS, Structures, compute_the_same, counted
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.heuristics import FALLBACKS, depth
 from jedbatch._schedule.policy import schedule, schedule_copies
@@ -212,6 +213,47 @@ def test_instances_have_one_structure_if_their_graphs_do(monkeypatch, native):
     for a, own in zip(records, found, strict=True):
         for b, other in zip(records, found, strict=True):
             assert (own is other) == (a.form == b.form) == compute_the_same(a, b)
+
+
+def renumbered(tree, rng):
+    """A tree of the same shape with other numbers."""
+    return (
+        int(rng.integers(5)) if isinstance(tree, int) else tuple(renumbered(x, rng) for x in tree)
+    )
+
+
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_instances_recorded_together_are_compared_with_the_first_like_each(monkeypatch, native):
+    """Found by what is written out of a graph; only the first ones are, with those met before."""
+    monkeypatch.setenv("JEDBATCH_NATIVE", native)
+    instances, params, score, _ = mixture("treelstm", 5, size=20, shapes=3)
+    rng = np.random.default_rng(5)
+    batched = jedbatch.batch(score)
+    session = batched._session((params,))[0]
+    compared = []
+    monkeypatch.setattr(
+        structures, "compute_the_same", lambda *two: compared.append(two) or compute_the_same(*two)
+    )
+    own = Structures(100, 1 << 20)
+    for _ in range(2):
+        records = batched._record(session, [(renumbered(x, rng),) for x in instances])[0]
+        found = own.of(records, len(records))
+        forms = [r.form for r in records]
+        firsts = [forms.index(form) for form in forms]
+        assert len(set(firsts)) == 3
+        assert [first for _, first in records[0].whole.__dict__[DIGESTS]] == firsts
+        assert [found[first] for first in firsts] == found
+    assert len(compared) == 3
+
+
+def test_results_of_other_structures_make_other_structures():
+    double = jedbatch.cell(lambda x: x + x)
+    batched = jedbatch.batch(lambda x: {x[0]: double(x[1])}, in_axes=0, out_axes=None)
+    names = ["a", "b", "a", "b", "b", "a", "a", "b"]
+    for numbers in (range(8), range(8, 16)):
+        found = batched(list(zip(names, map(float, numbers), strict=True)))
+        expected = [{name: 2.0 * n} for name, n in zip(names, numbers, strict=True)]
+        assert [{k: float(x) for k, x in one.items()} for one in found] == expected
 
 
 def test_results_come_back_in_the_order_of_instances():

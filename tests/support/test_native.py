@@ -466,10 +466,13 @@ def test_arrays_that_do_not_fit_are_refused():
             1, (i32(0), i64(0, 1), i32(4), zeros(2), i32(0))
         ),
         "an instance": lambda: core.digest_instances(
-            (*columns, i64(0, 3, *bounds[2:10]), i64(0, 0), zeros(0), zeros(2))
+            (*columns, i64(0, 3, *bounds[2:10]), i64(0, 0), zeros(0), zeros(2), zeros(1))
         ),
         "words of an instance": lambda: core.digest_instances(
-            (*columns, bounds[:10], i64(0, 2), zeros(1), zeros(2))
+            (*columns, bounds[:10], i64(0, 2), zeros(1), zeros(2), zeros(1))
+        ),
+        "digests of instances": lambda: core.digest_instances(
+            (*columns, bounds[:10], i64(0, 0), zeros(0), zeros(1), zeros(1))
         ),
         "another instance": lambda: core.same_instance(
             (*columns, bounds[:10]), (*columns, i64(0, 2, 0, 9, *bounds[4:10]))

@@ -80,38 +80,6 @@ digest(const Columns *x, const int64_t *bound)
     return found;
 }
 
-/* digest_instances((type of nodes, operand_ptr, operands, outputs, bounds, input_ptr, words,
- * digests)): writes two words for each instance, equal for instances that compute the same of
- * inputs that are described by the same `words`; input_ptr says where those of each begin. */
-PyObject *
-digest_instances(PyObject *module, PyObject *given)
-{
-    (void)module;
-    static const int sizes[8] = {4, 8, 4, 4, 8, 8, 8, -8};
-    Buffers buffers = {0};
-    void *data[8];
-    Py_ssize_t lengths[8];
-    if (get_buffers(&buffers, given, 8, sizes, data, lengths) < 0)
-        return NULL;
-    Columns x = columns_of(data, lengths);
-    const int64_t *bounds = data[4], *input_ptr = data[5], *words = data[6];
-    Digest *digests = data[7];
-    Py_ssize_t count = lengths[7] / 2;
-    int fits = lengths[4] == count * NUM_BOUNDS && lengths[5] == count + 1 &&
-               are_pointers(input_ptr, count + 1, lengths[6]);
-    for (Py_ssize_t i = 0; fits && i < count; i++) {
-        const int64_t *bound = bounds + i * NUM_BOUNDS;
-        fits = lies_in(&x, bound);
-        if (!fits)
-            break;
-        digests[i] = digest(&x, bound);
-        for (int64_t w = input_ptr[i]; w < input_ptr[i + 1]; w++)
-            stir(&digests[i], words[w]);
-    }
-    release_buffers(&buffers);
-    return fits ? Py_NewRef(Py_None) : do_not_fit();
-}
-
 static int
 compute_the_same(const Columns *x, const int64_t *a, const Columns *y, const int64_t *b)
 {
@@ -130,6 +98,91 @@ compute_the_same(const Columns *x, const int64_t *a, const Columns *y, const int
         same = from_zero(a, x->outputs[a[2 * OUTPUTS] + i]) ==
                from_zero(b, y->outputs[b[2 * OUTPUTS] + i]);
     return same;
+}
+
+/* What instances are told apart by: their share of a graph, and words that describe their inputs. */
+typedef struct {
+    Columns columns;
+    const int64_t *bounds, *input_ptr, *words;
+} Instances;
+
+static Digest
+digest_of(const Instances *x, Py_ssize_t i)
+{
+    Digest found = digest(&x->columns, x->bounds + i * NUM_BOUNDS);
+    for (int64_t w = x->input_ptr[i]; w < x->input_ptr[i + 1]; w++)
+        stir(&found, x->words[w]);
+    return found;
+}
+
+static int
+are_alike(const Instances *x, Py_ssize_t i, Py_ssize_t j)
+{
+    const int64_t *ptr = x->input_ptr;
+    int64_t count = ptr[i + 1] - ptr[i];
+    return ptr[j + 1] - ptr[j] == count &&
+           memcmp(x->words + ptr[i], x->words + ptr[j], count * sizeof(int64_t)) == 0 &&
+           compute_the_same(&x->columns, x->bounds + i * NUM_BOUNDS, &x->columns,
+                            x->bounds + j * NUM_BOUNDS);
+}
+
+/* Writes the first instance like each one; -1 with an error without memory. */
+static int
+find_first(const Instances *x, Py_ssize_t count, const Digest *digests, int64_t *first)
+{
+    size_t room = 2;
+    while (room < 2 * (size_t)count)
+        room *= 2;
+    int64_t *slots = calloc(room, sizeof(int64_t)); /* 1 + the number of an instance */
+    if (slots == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++) {
+        size_t at = digests[i].a & (room - 1);
+        for (; slots[at] != 0; at = (at + 1) & (room - 1)) {
+            const Digest *other = &digests[slots[at] - 1];
+            if (other->a == digests[i].a && other->b == digests[i].b &&
+                are_alike(x, i, slots[at] - 1))
+                break;
+        }
+        if (slots[at] == 0)
+            slots[at] = i + 1;
+        first[i] = slots[at] - 1;
+    }
+    free(slots);
+    return 0;
+}
+
+/* digest_instances((type of nodes, operand_ptr, operands, outputs, bounds, input_ptr, words,
+ * digests, first)): writes two words for each instance, equal for instances that compute the same
+ * of inputs that are described by the same `words`, and the first instance that does; input_ptr
+ * says where the words of each begin. */
+PyObject *
+digest_instances(PyObject *module, PyObject *given)
+{
+    (void)module;
+    static const int sizes[9] = {4, 8, 4, 4, 8, 8, 8, -8, -8};
+    Buffers buffers = {0};
+    void *data[9];
+    Py_ssize_t lengths[9];
+    if (get_buffers(&buffers, given, 9, sizes, data, lengths) < 0)
+        return NULL;
+    Instances x = {columns_of(data, lengths), data[4], data[5], data[6]};
+    Digest *digests = data[7];
+    Py_ssize_t count = lengths[8];
+    int fits = lengths[7] == 2 * count && lengths[4] == count * NUM_BOUNDS &&
+               lengths[5] == count + 1 && are_pointers(x.input_ptr, count + 1, lengths[6]);
+    for (Py_ssize_t i = 0; fits && i < count; i++) {
+        fits = lies_in(&x.columns, x.bounds + i * NUM_BOUNDS);
+        if (fits)
+            digests[i] = digest_of(&x, i);
+    }
+    int failed = fits && find_first(&x, count, digests, data[8]) < 0;
+    release_buffers(&buffers);
+    if (failed)
+        return NULL;
+    return fits ? Py_NewRef(Py_None) : do_not_fit();
 }
 
 /* same_instance((type of nodes, operand_ptr, operands, outputs, bounds) of one instance, of another
