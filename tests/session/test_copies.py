@@ -246,14 +246,21 @@ def test_instances_recorded_together_are_compared_with_the_first_like_each(monke
     assert len(compared) == 3
 
 
-def test_results_of_other_structures_make_other_structures():
+@pytest.mark.parametrize("native", ["0", "1"])
+def test_instances_with_results_of_other_structures_have_another_one(monkeypatch, native):
+    monkeypatch.setenv("JEDBATCH_NATIVE", native)
     double = jedbatch.cell(lambda x: x + x)
     batched = jedbatch.batch(lambda x: {x[0]: double(x[1])}, in_axes=0, out_axes=None)
-    names = ["a", "b", "a", "b", "b", "a", "a", "b"]
-    for numbers in (range(8), range(8, 16)):
-        found = batched(list(zip(names, map(float, numbers), strict=True)))
-        expected = [{name: 2.0 * n} for name, n in zip(names, numbers, strict=True)]
-        assert [{k: float(x) for k, x in one.items()} for one in found] == expected
+    instances = [(name, float(n)) for n, name in enumerate("ababbaab")]
+    records = batched._record(batched._session(())[0], [(x,) for x in instances])[0]
+    found = Structures(100, 1 << 20).of(records, len(records))
+    for (name, _), own in zip(instances, found, strict=True):
+        for (other_name, _), other in zip(instances, found, strict=True):
+            assert (own is other) == (name == other_name)
+    results = batched(instances)
+    assert [{k: float(x) for k, x in one.items()} for one in results] == [
+        {name: 2 * n} for name, n in instances
+    ]
 
 
 def test_results_come_back_in_the_order_of_instances():
