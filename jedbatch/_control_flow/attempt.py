@@ -75,6 +75,7 @@ class Attempt:
         self.recorder = Recorder(
             session.registry, trace_of_caller(), read=self._read, together=self._together
         )
+        self.recorder.keeps_types = True
         self.recorder.tracers += call.tracers
         self.workspace = Workspace(
             session.programs,

@@ -4,7 +4,7 @@ A program has room for some number of lanes. When they are used up, arenas move 
 room for more; the largest program is remembered, so the next minibatch starts with it.
 """
 
-from jedbatch._jaxpr.storage import stored
+from jedbatch._jaxpr.storage import row_bytes, stored
 from jedbatch._kernel.target import Target
 from jedbatch._program.capacity import Capacity, round_up
 from jedbatch._program.signature import Signature
@@ -12,6 +12,7 @@ from jedbatch._program.signature import Signature
 CAPACITY_GROWTH = 4  # times the capacity that is needed when more is needed
 FIRST_BYTES = 1 << 22  # of results that a type may have from the start,
 FIRST_GROWTH = 64  # or as many times what the first round needs
+FEW_BYTES = 1 << 14  # of inputs of a kind that there is room for, or as many times what is needed
 
 NO_CAPACITY = Capacity(
     {"lanes": {}, "widest": {}, "inputs": {}, "outputs": {}, "num_instructions": {None: 0}}
@@ -43,6 +44,10 @@ def grown_program(capacity: Capacity, need: Capacity, target: Target) -> Signatu
             lanes[kernel] = max(lanes[kernel], round_up(start))
     kinds = [stored(t) for kernel in lanes for t in (*kernel.operands, *kernel.results)]
     inputs = {**dict.fromkeys(kinds, 0), **larger["inputs"]}
+    for kind, count in need["inputs"].items():  # of numbers, those of many decisions
+        if inputs[kind] > capacity["inputs"].get(kind, 0):
+            few = min(FEW_BYTES // max(1, row_bytes(kind)), FIRST_GROWTH * count)
+            inputs[kind] = max(inputs[kind], round_up(few))
     written = {stored(t) for kernel in lanes for t in kernel.results}
     for kind in kinds:  # kernels that have not run yet read some row of every arena
         if kind not in written:

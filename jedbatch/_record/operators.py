@@ -119,8 +119,11 @@ class BasicIndex(NamedTuple):
 def _differs(recorder: RecorderLike, value: Value, part: BasicIndex) -> bool:
     """Returns whether the place of a part of some values is data, not part of an operation.
 
-    So it is if values differ in the extents that are cut, as those of lists of many lengths do.
+    So it is if values differ in the extents that are cut, as those of lists of many lengths do; and
+    from the first part on where types are to stay what they are, whatever comes.
     """
+    if recorder.keeps_types:
+        return True
     extents = tuple(None if k in part.cut else n for k, n in enumerate(value.shape))
     of = PICK, extents, str(value.dtype), part.form
     place = (*part.starts, *(value.shape[k] for k in part.cut))

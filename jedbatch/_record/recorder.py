@@ -98,6 +98,8 @@ class Recorder(Trace):
         is one of C (see `_control_flow.scripts`); or None.
       together: what some functions return, which may wait for values each on its own.
       grouping: merges nodes later or takes them apart; None to keep nodes as they are.
+      keeps_types: whether operations are to have the types at first that they have later, as far as
+        that can be; programs of rounds would otherwise grow when types change.
       sites: the call sites of the nodes, if `grouping` wants to know them (see `Sites.here`).
     """
 
@@ -141,6 +143,7 @@ class Recorder(Trace):
         self.sites: list[tuple[int, bool]] = []
         self._here = None if grouping is None else grouping.here
         self.locates = grouping is not None and grouping.picks
+        self.keeps_types = False
         if self._here is not None:
             self.call_cell = self._marking(self.call_cell)
 

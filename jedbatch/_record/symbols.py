@@ -33,6 +33,7 @@ class RecorderLike(Protocol):
     registry: Registry
     active: bool
     locates: bool
+    keeps_types: bool
     caching: bool
     grouping: Any
     call_specs: list[int]

@@ -162,6 +162,27 @@ def test_learned_from_the_first_call_on():
     assert batched.compilations == compilations
 
 
+def parts(w, x):
+    """The place of a part is data: it is when another place comes, in a later round."""
+    h = jnp.tanh(w @ x)
+    if h[0] > 0:
+        return h + h[1]
+    return h * h[2] if h[1] > 0 else -h
+
+
+def test_places_of_parts_are_numbers_from_the_first_on():
+    fn, ran = counted(parts)
+    batched = jedbatch.batch(fn)
+    minibatch = [x["start"] for x in instances_of(1, 8)]
+    called(batched, W, minibatch, 2)
+    ran.clear()
+    batched(W, minibatch)
+    assert not ran
+    compilations = batched.compilations
+    assert_close(batched(W, minibatch), loop(parts, W, minibatch), 1e-5)
+    assert batched.compilations == compilations
+
+
 def from_zeros(w, x):
     """All instances read one array that is computed once."""
     h, steps = jnp.zeros(3), 0

@@ -58,6 +58,18 @@ def test_programs_have_room_for_more_than_is_needed():
     assert again.lanes == more.lanes
 
 
+def test_programs_have_room_for_numbers_of_many_decisions():
+    """A number is a few bytes, a new program seconds; arrays are many bytes."""
+    number, array = ((), np.dtype(np.float32)), ((1 << 12,), np.dtype(np.float32))
+    need = need_of(dict.fromkeys(kernels(), 1))
+    need.sizes["inputs"].update({number: 5, array: 5})
+    program = grown_program(NO_CAPACITY, need, CPU)
+    assert program.input_rooms[number] >= 64 * 5
+    assert program.input_rooms[array] <= 8 * 5
+    same = grown_program(program.capacity, need_of({}), CPU)
+    assert same.input_rooms == program.input_rooms
+
+
 def test_every_arena_has_a_row_to_read():
     """Also those that nothing was written to: kernels that have not run read some row."""
     for kernel in kernels():
