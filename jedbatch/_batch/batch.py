@@ -36,6 +36,7 @@ class BatchOptions(TypedDict, total=False):
     reuse: bool | None
     control_flow: ControlFlowName
     max_steps: int | None
+    count_steps: bool
     granularity: GranularityName | None
     target: TargetName | Target | None
 
@@ -98,6 +99,7 @@ def batch(
     reuse: bool | None = None,
     control_flow: ControlFlowName = "auto",
     max_steps: int | None = None,
+    count_steps: bool = False,
     granularity: GranularityName | None = None,
     target: TargetName | Target | None = None,
 ) -> Batched[*Anything, Any]:
@@ -190,6 +192,11 @@ def batch(
         numbers that come of a loop which was stopped are NaN. Loops over the rows of arrays whose
         lengths differ end with these, and have no bound. None, the default, stops no loop, as JAX
         does.
+      count_steps: whether calls count the steps of loops and branches that values decide on and
+        that do not run in lock step: `last_rounds.lane_steps` then says how many ran, for how many
+        nodes, and how many were needed, and so does what `last_rounds` prints. The programs tell
+        the host for this, so a call waits until all has run, and takes longer. Such functions are
+        not exported, and not called by several threads at a time.
       granularity: what a node is. "cell": a call of a `cell`, of a jit-ted function, or one
         operation outside of them. "op": one operation everywhere, as in DyNet. "auto" finds
         operations that always run together and makes each such group one node, so that a model
@@ -240,6 +247,7 @@ def batch(
         reuse=reuse,
         control_flow=control_flow,
         max_steps=max_steps,
+        count_steps=count_steps,
         granularity=granularity,
         key=key,
         cache_size=cache_size,

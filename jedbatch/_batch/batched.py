@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jedbatch import checks
 from jedbatch._batch.ahead import plans
-from jedbatch._batch.lane_counts import lane_steps
+from jedbatch._batch.lane_counts import counting_calls, lane_steps
 from jedbatch._batch.learning import learn
 from jedbatch._batch.nested import results_inside
 from jedbatch._batch.on_devices import (
@@ -188,6 +188,7 @@ class Batched(Generic[*Given, Result]):
         given = self._arguments.axes, self._out_axes, self.policy, self._options
         return Batched(self._fn, *given, self.lane_policy)
 
+    @counting_calls
     def __call__(self, *args: *Given, **named: Any) -> Result:
         """Runs the function on all instances.
 
@@ -220,7 +221,8 @@ class Batched(Generic[*Given, Result]):
             return self._run_stepwise(session, leaves, instances)
         assert plan.host is not None
         took = sum(plan.host.seconds.values())
-        self.last_rounds = Rounds([Round.of(plan.host.counted.layout, 0, took)])
+        rounds = [Round.of(plan.host.counted.layout, 0, took)]
+        self.last_rounds = Rounds.of(rounds, session.forms)
         return self._run(plan, leaves, plan.inputs)
 
     def _unless_decides(self, session: Session, make: Callable[[Callable], Made]) -> Made | None:
@@ -255,7 +257,8 @@ class Batched(Generic[*Given, Result]):
         if program is None:
             return None
         results = program(leaves, instances.arrays, stack=self._stacks)
-        self.last_rounds = Rounds([program.round(instances.num_rows, time.perf_counter() - start)])
+        rounds = [program.round(instances.num_rows, time.perf_counter() - start)]
+        self.last_rounds = Rounds.of(rounds, session.forms)
         return results
 
     def _mapped_program(
@@ -306,7 +309,7 @@ class Batched(Generic[*Given, Result]):
                 warn_if_rounds_grow(session.registry, compiled["round"] - before)
                 return results
             finally:
-                self.last_rounds = Rounds(call.rounds)
+                self.last_rounds = Rounds.of(call.rounds, session.forms)
                 session.records.nothing_to_read()
                 self._environment.settle(reached)
 

@@ -1,7 +1,9 @@
 """`Batched.lane_steps`: counts of what loops and branches run that values decide on."""
 
 import collections
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 from jax.core import Tracer
@@ -10,6 +12,29 @@ from jedbatch import checks
 from jedbatch._batch.streaming import MAX_BATCH
 from jedbatch._jaxpr.lane_steps import LaneSteps, counting
 from jedbatch._support.types import PyTree
+
+Call = TypeVar("Call", bound=Callable)
+
+
+def counting_calls(call: Call) -> Call:
+    """Returns a call of a batched function whose rounds say how many steps ran, if it counts them.
+
+    Where JAX traces the call, nothing has run yet, and nothing is said.
+    """
+
+    @functools.wraps(call)
+    def counting_call(batched: Any, *args: Any, **named: Any) -> Any:
+        counter, before = batched._options.counter, batched.last_rounds
+        if counter is None:
+            return call(batched, *args, **named)
+        counter.begin()
+        results = call(batched, *args, **named)
+        is_traced = any(isinstance(x, Tracer) for x in jax.tree.leaves(results))
+        if batched.last_rounds is not before and not is_traced:
+            batched.last_rounds.lane_steps = counter.result()
+        return results
+
+    return counting_call  # type: ignore[return-value]
 
 
 def lane_steps(batched: Any, *args: PyTree, batch_size: int | None = None) -> LaneSteps:
@@ -21,7 +46,8 @@ def lane_steps(batched: Any, *args: PyTree, batch_size: int | None = None) -> La
     the steps that each node takes by itself, added up, which is the least for any order. What
     runs in lock step is not counted; nodes that fill up a chunk count in branches alone. The
     function is compiled anew for this, so it is slow: for looking at a minibatch, not for
-    running it.
+    running it. Of a function made with `count_steps`, `last_rounds.lane_steps` has the same of
+    every call, without that.
 
     Args:
       batched: the batched function.

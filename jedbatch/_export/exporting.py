@@ -86,8 +86,8 @@ def export(
 
     Raises:
       TypeError: the policy is a function of yours, or as `plan` does.
-      ValueError: there is no such platform or size, arrays in instances differ in length, or as
-        `plan` does.
+      ValueError: there is no such platform or size, arrays in instances differ in length, the
+        function is batched with `count_steps`, or as `plan` does.
       NotImplementedError: the programs are to be `compiled`, and XLA does not write executables of
         this platform in this version.
       ImportError: the package flatbuffers is missing, with which JAX writes programs.
@@ -111,6 +111,11 @@ def export(
     if batch_size is not None:
         checks.whole("export", "batch_size", batch_size, least=1)
     policy_to_json(batched)
+    if batched._options.counter is not None:
+        raise ValueError(
+            "`export` got a function that is batched with count_steps=True, whose programs tell "
+            "this process how many steps they run; export one that is batched without."
+        )
     shared, instances = batched._arguments.split(args)
     targets = _targets(batched, shared, platforms)
     if compiled and all(default_platform() not in own for _, own in targets):

@@ -33,7 +33,7 @@ from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
 from jedbatch._jaxpr.branches import LaneBranch, apart, apart_with_reverse
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, with_programs, work
 from jedbatch._jaxpr.lane_loops import LoopOfLanes, Repeats, carries_of_lanes, where_lanes
-from jedbatch._jaxpr.lane_steps import is_counting, tell
+from jedbatch._jaxpr.lane_steps import is_counting, note_form, tell
 from jedbatch._jaxpr.narrowing import counted, narrowed, narrower_widths, rows_at
 from jedbatch._jaxpr.packed_loops import PackableLoop, packs
 from jedbatch._jaxpr.program_counters import STEP_WORK, LaneRule, pays, run_lanes
@@ -57,6 +57,8 @@ FEWEST = 4  # times as many lanes as run at a time, for a loop to be refilled
 EXCHANGE = 4.0  # starts of steps; loops whose steps of some at a time do less narrow instead
 MANY_BYTES = 1 << 17  # of lanes that run, beyond which those that change are moved one by one
 BRANCH_WORK = 20.0  # of all branches for all lanes, in steps' starts, for them to be kept apart
+
+LANES, LOCK_STEP = "by lanes", "in lock step"  # forms, as users are told
 
 # Of these JAX expects that the same results differ from lane to lane whether differentiated or not;
 # here all results of a loop do.
@@ -232,6 +234,7 @@ def _nest(
             return found
 
         by_lanes = mode == "lanes" or pays(closed, args, in_batched, size, lanes)
+        note_form("loops in loops", LANES if size > 1 and by_lanes else LOCK_STEP, size)
         if size < 2 or not by_lanes:
             outs = otherwise(*args)
         else:
@@ -281,8 +284,11 @@ def _rule_of_while(
         if is_narrow and is_tried() and packs(size, body_work, lanes.step_work):
             packable = PackableLoop(alone, num_cond, consts, in_consts)
             if packable.runs_in_kernel(start):
+                note_form("loops", LANES, size)
                 outs = packable.run(start, repeats, widths, body_work, lanes.step_work)
                 return outs, [True] * len(outs)
+        narrows = f"{LOCK_STEP} that narrows"
+        note_form("loops", narrows if widths else LANES if is_refilled else LOCK_STEP, size)
         if not (widths or is_refilled):
             return _in_lock_step(eqn, in_batched, args)
         inside: ControlFlowName = "lockstep" if widths else mode
@@ -500,7 +506,10 @@ def _rule_of_cond(
 
     def rule(size: int, in_batched: Sequence[bool], index: Array, *args: Array) -> Any:
         pays = mode == "lanes" or size * sum(branch_work) >= BRANCH_WORK * lanes.step_work
-        if not in_batched[0] or size < 2 * lanes.branch_lanes or not pays:
+        is_apart = size >= 2 * lanes.branch_lanes and pays
+        if in_batched[0]:
+            note_form("branches", LANES if is_apart else LOCK_STEP, size)
+        if not in_batched[0] or not is_apart:
             return _in_lock_step(eqn, in_batched, (index, *args))
         outs = run(branches, index, list(args), in_batched[1:], lanes.branch_lanes)
         return outs, [True] * len(outs)

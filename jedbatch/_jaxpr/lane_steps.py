@@ -5,6 +5,8 @@ at a time, some of which may be empty or done. While a program is made for count
 host after each run how many steps there were, how many lanes they ran, and how many of these did
 something that a lane needs. The last is the certified least: nobody can run fewer lanes. It may
 also tell where each lane went, which is what a policy for lanes is learned from.
+
+Which form a loop or a branch takes is known while its program is made, and noted then.
 """
 
 import contextlib
@@ -86,6 +88,22 @@ class LaneSteps(tuple[LaneCount, ...]):
     __repr__ = __str__
 
 
+class LaneForms(dict[tuple[str, int], str]):
+    """The forms that loops and branches of a program take: how they run, by (what, lanes)."""
+
+    def __str__(self) -> str:
+        sizes: dict[str, dict[str, list[str]]] = {}
+        for (what, lanes), how in sorted(self.items()):
+            sizes.setdefault(what, {}).setdefault(how, []).append(str(lanes))
+        found = []
+        for what, forms in sizes.items():
+            parts = [f"{how} where {' or '.join(of)} run" for how, of in forms.items()]
+            found.append(f"{what} {', '.join(parts)}")
+        return "; ".join(found)
+
+    __repr__ = __str__
+
+
 @dataclass
 class LaneCounter:
     """Counts while programs are made and run.
@@ -128,6 +146,11 @@ class LaneCounter:
         assert run.needed == int(needed), "visits of lanes were lost"
         self.runs.append(run)
 
+    def begin(self) -> None:
+        """Forgets what was counted, once all that runs has ended."""
+        jax.effects_barrier()
+        self.found.clear()
+
     def result(self) -> LaneSteps:
         """Returns what was counted, without what did not run."""
         jax.effects_barrier()
@@ -138,6 +161,7 @@ class LaneCounter:
 _counter: contextvars.ContextVar[LaneCounter | None] = contextvars.ContextVar(
     "counter", default=None
 )
+_forms: contextvars.ContextVar[LaneForms | None] = contextvars.ContextVar("forms", default=None)
 
 
 @contextlib.contextmanager
@@ -163,17 +187,39 @@ def is_recording() -> bool:
 
 
 @contextlib.contextmanager
-def program_of(cell: object) -> Iterator[None]:
-    """Says whose program is made."""
-    counter = _counter.get()
-    if counter is None:
-        yield
-        return
-    before, counter.cell = counter.cell, str(cell)
+def program_of(
+    cell: object, forms: LaneForms | None = None, own: LaneCounter | None = None
+) -> Iterator[None]:
+    """Says whose program is made.
+
+    Args:
+      cell: its node type.
+      forms: where to note how its loops and branches run.
+      own: counts its steps, unless something else counts.
+    """
+    counter = _counter.get() or own
+    tokens = _counter.set(counter), _forms.set(forms)
+    before = "" if counter is None else counter.cell
+    if counter is not None:
+        counter.cell = str(cell)
     try:
         yield
     finally:
-        counter.cell = before
+        _counter.reset(tokens[0])
+        _forms.reset(tokens[1])
+        if counter is not None:
+            counter.cell = before
+
+
+def note_form(what: str, how: str, lanes: int) -> None:
+    """Notes how loops or branches run in the program that is made, for so many lanes.
+
+    Where several of them differ, all forms are kept.
+    """
+    forms = _forms.get()
+    if forms is not None:
+        before = forms.get((what, lanes), how)
+        forms[what, lanes] = before if how in before.split(" and ") else f"{before} and {how}"
 
 
 def tell(what: What, parts: Sequence[tuple[int, int, int]], counts: Array) -> None:

@@ -49,7 +49,7 @@ from jedbatch._jaxpr.interpret import (
     work,
 )
 from jedbatch._jaxpr.lane_loops import flag_variable
-from jedbatch._jaxpr.lane_steps import program_of
+from jedbatch._jaxpr.lane_steps import LaneCounter, LaneForms, program_of
 from jedbatch._jaxpr.program_counters import LaneRule, table_variable
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.storage import Kind, distinct_kinds, from_stored, row_bytes, stored, to_stored
@@ -88,6 +88,8 @@ class Kernel:
       control_flow: how loops and branches run that values decide on (see `_jaxpr.divergent`).
       max_steps: the bound of its loops; None if they have none.
       lanes: how nodes run that are at different places of it, and what a step costs.
+      forms: how its loops and branches run, as far as it was made part of programs.
+      counter: counts their steps; None to count none.
       shared: ids of the shared values that the prologue reads.
       is_bounded: whether there are loops that have one.
       in_loops: whether what runs it chooses by loops (see `_kernel.target`).
@@ -121,6 +123,7 @@ class Kernel:
         max_steps: int | None = None,
         lanes: LaneRule | None = None,
         lane_table: int | None = None,
+        counter: LaneCounter | None = None,
     ):
         """Makes the program of a type.
 
@@ -135,6 +138,8 @@ class Kernel:
         self.control_flow = control_flow
         self.max_steps = max_steps
         self.lanes = lanes or lane_rule(target)
+        self.forms = LaneForms()
+        self.counter = counter
         self._lane_table = lane_table
         self._bodies: dict[tuple[BranchesName, bool], Sequence[Equation]] = {}
         self._like_last = flag_variable()  # see `forward_bounded`
@@ -248,7 +253,7 @@ class Kernel:
 
         If it is known whether it is `like_last`, loops run one of the lanes that are.
         """
-        with program_of(self.node_type):
+        with program_of(self.node_type, self.forms, self.counter):
             body = self._over_lanes(branches, like_last is not None)
             return self._bounded(consts, operands, body, like_last)
 
@@ -400,7 +405,7 @@ class Kernel:
         if not self.tables and not any(x.is_sum for x in self.parameters):
             return self
         with without_mesh():
-            return Kernel(
+            made = Kernel(
                 self.node_type,
                 self._target,
                 self.transient,
@@ -410,7 +415,10 @@ class Kernel:
                 max_steps=self.max_steps,
                 lanes=self.lanes,
                 lane_table=self._lane_table,
+                counter=self.counter,
             )
+        made.forms = self.forms
+        return made
 
     @functools.cached_property
     def reverse(self) -> KernelVjp:

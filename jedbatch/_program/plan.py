@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MAX_NAMES = 1024  # of arenas that are kept; names of dtypes take long to write
 FOLDED_TYPES = 8  # from so many that look alike on, a printed plan has one line for them
+UNKNOWN = "without lock step where it pays, which is known once the program is made"
 READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # see `_layout.access`
 
 
@@ -308,10 +309,10 @@ def summarize(plan: Plan) -> str:
     compiled = static.programs.compilations
     programs = ", ".join(f"{n} {kind}" for kind, n in sorted(compiled.items())) or "none yet"
     times = ", ".join(f"{stage} {1e3 * s:.1f}" for stage, s in host.seconds.items())
-    diverging = list(dict.fromkeys(k.node_type.name for k in placed.kernels if k.diverges))
+    diverging = [f"{k.node_type.name}: {k.forms or UNKNOWN}" for k in placed.kernels if k.diverges]
     lines += [
         "",
-        *([f"  lanes     without lock step: {', '.join(diverging)}"] if diverging else ()),
+        *(f"  lanes     {x}" for x in dict.fromkeys(diverging)),
         f"  operands  {read or 'none'}; order {layout.order}",
         f"  memory    {kept}, {size(live_bytes(graph, schedule))} live at most; "
         f"arenas of {size(arenas)}",

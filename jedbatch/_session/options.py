@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jedbatch import checks
+from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._kernel.target import Target, checked_target
 from jedbatch._layout.node_order import checked_order
 from jedbatch._record.granularity.fuse import GRANULARITIES
@@ -25,6 +26,7 @@ class Options:
       reuse: whether inference uses rows again.
       control_flow: how loops and branches run that values decide on, by its name.
       max_steps: how many steps loops take at most; None for any number.
+      counter: counts the steps of loops and branches; None to count none.
       granularity: the name of what a node is; None lets the first minibatches say.
       key: gives the part of an instance that decides its graph.
       cache_size, cache_bytes: limits of the instances that are kept.
@@ -41,6 +43,7 @@ class Options:
     cache_bytes: int = 1 << 30
     target: Target | None = None
     max_steps: int | None = None
+    counter: LaneCounter | None = None
 
     @property
     def plans(self) -> bool:
@@ -61,6 +64,7 @@ class Options:
         cache_bytes: Any = 1 << 30,
         target: Any = None,
         max_steps: Any = None,
+        count_steps: Any = False,
     ) -> "Options":
         """Returns the options of the function `name`.
 
@@ -91,6 +95,7 @@ class Options:
             checks.whole(name, "cache_bytes", cache_bytes),
             checked_target(target, f"`{name}`"),
             None if max_steps is None else _checked_bound(name, max_steps),
+            LaneCounter() if checks.flag(name, "count_steps", count_steps) else None,
         )
 
 

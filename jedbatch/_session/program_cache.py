@@ -13,6 +13,7 @@ from jax.core import Tracer
 
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.configuration import any_traced, finds_faults, without_mesh
+from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
@@ -99,18 +100,18 @@ class ProgramCache:
         control_flow: ControlFlowName = "auto",
         max_steps: int | None = None,
         lane_policy: LanePolicy = least_loss,
+        counter: LaneCounter | None = None,
     ):
         self.registry, self.control_flow, self.max_steps = registry, control_flow, max_steps
         self.outside = outside = OutsideValues(registry, environment, lane_policy)
+        loops = {"control_flow": control_flow, "max_steps": max_steps, "counter": counter}
         self._loops: Any = {
-            "control_flow": control_flow,
-            "max_steps": max_steps,
+            **loops,
             "lanes": outside.lane_rule(target),
             "lane_table": outside.lane_table_id,
         }
-        self.target = target
-        self.environment = environment
-        self.key = key
+        self.target, self._executor = target, executor
+        self.environment, self.key = environment, key
         self.rounds: dict[Hashable, Placement] = Memory(
             MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round
         )
@@ -121,7 +122,6 @@ class ProgramCache:
         self.ways: dict[tuple[int, ...], Mapping[int, tuple[int, int]] | None] = Memory(MAX_ROUNDS)
         self.depths: dict[Hashable, tuple[np.ndarray, ...]] = Memory(MAX_ROUNDS)
         self.compilations: collections.Counter[str] = collections.Counter()
-        self._executor = executor
         self._signatures: list[Signature] = []
         self._reverses: list[ReverseSignature] = []
         self._kernels: dict[int, Kernel] = {}

@@ -1,14 +1,18 @@
 """Rounds: the nodes that are computed together while a function or a lazy scope goes on."""
 
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from jedbatch._graph.types import NodeType
+from jedbatch._jaxpr.lane_steps import LaneForms, LaneSteps
 from jedbatch._layout.layout import Layout
 
 MANY_DECISIONS = 12  # times that instances wait before a printed call says how to avoid it
 ADVICE = """\
 Python decides after each of these rounds. Where a loop does little between two decisions, put it
 into a cell with `jax.lax.while_loop`: `help(jedbatch.errors.SymbolicValueError)`"""
+
+FormsOfTypes = Callable[[Collection[NodeType]], Mapping[NodeType, LaneForms]]
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,32 @@ class Round:
 
 
 class Rounds(tuple[Round, ...]):
-    """The rounds of a call, in order; printed one after the other."""
+    """The rounds of a call, in order; printed one after the other.
+
+    Attributes:
+      lane_steps: the counts of the steps of loops and branches that values decide on, if the
+        function is batched with `count_steps`; else None.
+    """
+
+    lane_steps: LaneSteps | None = None
+    _forms: FormsOfTypes | None = None
+
+    @staticmethod
+    def of(rounds: Iterable[Round], forms: FormsOfTypes) -> "Rounds":
+        """Returns rounds of types whose loops and branches run as `forms` says."""
+        made = Rounds(rounds)
+        made._forms = forms
+        return made
+
+    @property
+    def forms(self) -> Mapping[NodeType, LaneForms]:
+        """How loops and branches that values decide on run, for types that have some.
+
+        A program has one form for each number of nodes that it runs at a time. Those of another
+        call of the function may be among them.
+        """
+        types = {t for r in self for t, _, _ in r.ran}
+        return {} if self._forms is None else self._forms(types)
 
     def __str__(self) -> str:
         nodes, batches = sum(r.nodes for r in self), sum(r.batches for r in self)
@@ -77,6 +106,9 @@ class Rounds(tuple[Round, ...]):
         lines = [head, *(f"{i}. {r}" for i, r in enumerate(self, 1))]
         if sum(1 + r.ahead for r in self if r.instances) >= MANY_DECISIONS:
             lines.append(ADVICE)
+        lines += [f"{t}: {forms}" for t, forms in self.forms.items()]
+        if self.lane_steps is not None:
+            lines.append(str(self.lane_steps))
         return "\n".join(lines)
 
     __repr__ = __str__

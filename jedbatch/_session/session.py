@@ -1,7 +1,7 @@
 """`Session`: what a batched function keeps between minibatches."""
 
 import threading
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,8 @@ from jax.tree_util import PyTreeDef
 
 from jedbatch._graph.record import Record
 from jedbatch._graph.structures import Structure, Structures
+from jedbatch._graph.types import NodeType
+from jedbatch._jaxpr.lane_steps import LaneForms
 from jedbatch._kernel.target import Target
 from jedbatch._record.environment import Environment
 from jedbatch._record.granularity.projections import Projections
@@ -103,6 +105,7 @@ class Session:
             options.control_flow,
             options.max_steps,
             lane_policy,
+            options.counter,
         )
         session = cls(registry, RecordCache(registry, options, target), programs)
         num_bytes = min(MINIBATCH_BYTES, options.cache_bytes // 4)
@@ -114,6 +117,12 @@ class Session:
         if options.granularity is None and target.projection_bytes:
             session.projections = Projections(registry, target.projection_bytes)
         return session
+
+    def forms(self, node_types: Collection[NodeType]) -> dict[NodeType, LaneForms]:
+        """Returns how loops and branches that values decide on run, of types that have some."""
+        ids = [t for t, kind in enumerate(self.registry.node_types) if kind in node_types]
+        found = {t: self.programs.kernel(t).forms for t in ids}
+        return {self.registry.node_types[t]: forms for t, forms in found.items() if forms}
 
     @property
     def is_full(self) -> bool:

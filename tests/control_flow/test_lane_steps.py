@@ -41,6 +41,10 @@ def spin_in_spin(w, n, x):
     return lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
 
 
+def spin_and_choose(w, n, x):
+    return choose(w, n % 4, spin(w, n, x))
+
+
 def instances(count, most):
     numbers = rng.integers(0, most, count)
     return numbers, [(int(n), rng.normal(size=8).astype(np.float32)) for n in numbers]
@@ -156,3 +160,81 @@ def test_streams_are_counted():
     assert ran.compilations == 0
     with pytest.raises(ValueError, match="`lane_steps` got batch_size=0"):
         ran.lane_steps(W, given, batch_size=0)
+
+
+# --- what calls say ---
+
+
+def test_rounds_say_which_form_runs():
+    """Loops of 8 nodes, and branches of fewer than 64, run in lock step."""
+    _, given = instances(70, 6)
+    ran = batched(spin_and_choose)
+    ran(W, given)
+    forms = {t.name: how for t, how in ran.last_rounds.forms.items()}
+    assert forms["spin"]["loops", 64] == "by lanes"
+    assert forms["spin"]["loops", 8] == "in lock step"
+    assert forms["choose"] == {("branches", 64): "by lanes", ("branches", 8): "in lock step"}
+    shown = "loops in lock step where 8 run, by lanes where 64 run"
+    assert shown in str(ran.last_rounds)
+    assert f"lanes     spin: {shown}" in str(ran.plan(W, given))
+    assert ran.last_rounds.lane_steps is None
+
+
+def test_no_form_where_nothing_is_decided():
+    ran = jedbatch.batch(lambda w, x: jnp.tanh(x[1] @ w))
+    _, given = instances(9, 6)
+    ran(W, given)
+    assert not ran.last_rounds.forms
+    assert len(str(ran.last_rounds).splitlines()) == 2 + len(ran.last_rounds[0].ran)
+
+
+def trips_of(numbers):
+    """Of `spin_in_spin`: each trip of the outer loop is two blocks."""
+    return sum(2 * n + n * (n - 1) // 2 for n in numbers.tolist())
+
+
+def test_calls_count_steps_without_compiling_again():
+    ran = batched(spin_in_spin, count_steps=True)
+    mapped = jedbatch.batch(
+        lambda w, n, x: spin_in_spin(w, n, x), (None, 0, 0), control_flow="lanes", count_steps=True
+    )
+    for _ in range(2):
+        numbers, given = instances(40, 7)
+        rows = jnp.asarray(numbers), jnp.stack([x for _, x in given])
+        expected = [spin_in_spin(W, *x) for x in given]
+        for fn, args in ((ran, (W, given)), (mapped, (W, *rows))):
+            np.testing.assert_allclose(fn(*args), expected, rtol=1e-5, atol=1e-6)
+            counts = fn.last_rounds.lane_steps
+            assert counts.needed == trips_of(numbers)
+            assert str(counts) in str(fn.last_rounds)
+    assert ran.compilations == mapped.compilations == 1
+    assert counts == mapped.lane_steps(W, *rows)
+    empty = ran(W, [(0, x) for _, x in given])
+    np.testing.assert_allclose(empty, [x for _, x in given])
+    assert ran.last_rounds.lane_steps.needed == 0
+
+
+def test_rounds_of_decisions_count_steps():
+    def decides(w, instance):
+        n, x = instance
+        x = spin(w, n, x)
+        return spin(w, 2, x) if x[0] > 0 else x
+
+    ran = jedbatch.batch(decides, control_flow="lanes", count_steps=True)
+    for _ in range(4):  # of which the first are recorded by Python
+        numbers, given = instances(64, 9)
+        ran(W, given)
+        twice = sum(float(spin(W, n, x)[0]) > 0 for n, x in given)
+        assert ran.last_rounds.lane_steps.needed == numbers.sum() + 2 * twice
+
+
+def test_calls_that_are_traced_or_exported_count_nothing():
+    _, given = instances(64, 9)
+    ran = batched(spin, count_steps=True)
+    found = jax.jit(lambda w: ran(w, given))(W)
+    np.testing.assert_allclose(found, batched(spin)(W, given), rtol=1e-5, atol=1e-6)
+    assert ran.last_rounds.lane_steps is None
+    with pytest.raises(ValueError, match="batched with count_steps=True"):
+        ran.export(W, given)
+    with pytest.raises(TypeError, match="`batch` got count_steps=2"):
+        jedbatch.batch(spin, count_steps=2)

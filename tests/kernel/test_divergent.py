@@ -255,7 +255,7 @@ def test_branches_are_differentiated(control_flow):
     batched = jedbatch.batch(of_experts, control_flow=control_flow)
     given = instances(100)
     shown = str(batched.plan(EXPERTS, given))
-    assert ("without lock step: expert" in shown) == (control_flow != "lockstep")
+    assert ("lanes     expert: without lock step" in shown) == (control_flow != "lockstep")
 
     def by_loop(params):
         one = jax.jit(of_experts)
