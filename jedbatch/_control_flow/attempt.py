@@ -26,7 +26,7 @@ from jedbatch._jaxpr.configuration import configuration
 from jedbatch._jaxpr.storage import Kind, is_key
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._layout.layout import Layout
-from jedbatch._program.host_arrays import rows_of_inputs
+from jedbatch._program.host_arrays import rows_apart, rows_of_inputs
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._record.cell import pause, recording
 from jedbatch._record.instance_arrays import flatten
@@ -370,7 +370,7 @@ class Attempt:
         ahead = self._ahead() if len(values) == len(waiting) else None
         with pause():
             layout, computed, ran = self.workspace.compute(int64_of(values), ahead)
-        self._known.update(zip(values, computed, strict=True))
+        self._known.update(zip(values, rows_apart(computed), strict=True))
         self._note_round(layout, len(waiting), start, 0 if ran is None else ran.ahead)
         self._is_same.clear()
         self._ran = ran

@@ -34,6 +34,7 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.configuration import EAGER
 from jedbatch._jaxpr.storage import from_stored
 from jedbatch._jaxpr.transfers import unguarded
+from jedbatch._program.host_arrays import rows_apart
 from jedbatch._record.cell import pause
 from jedbatch._record.environment import Reached
 from jedbatch._record.trace import begin_recording, ending, trace_of_caller
@@ -196,7 +197,7 @@ class OpenAttempt(Attempt):
         if values:
             with pause():
                 found = self.workspace.compute(np.array(values))[1]
-            computed = dict(zip(values, found, strict=True))
+            computed = dict(zip(values, rows_apart(found), strict=True))
         self._known.update((v, computed[v]) for v in wanted)
         left = [Left(still_open.pop(i).token, self._result(i, computed), None) for i in done]
         left += [Left(still_open.pop(i).token, None, error) for i, error in self.errors.items()]

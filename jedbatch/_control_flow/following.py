@@ -16,6 +16,8 @@ numbers of the instance's arrays, since there need not be such rows.
 
 import bisect
 import collections
+import functools
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,6 +26,7 @@ import numpy as np
 from jedbatch._control_flow.depths import ROUND_WORK
 from jedbatch._control_flow.known_paths import Guess, InstanceResult, PathBlock, PathSegment
 from jedbatch._control_flow.workspace import Workspace
+from jedbatch._graph.paths import add_int64
 from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._layout.layout import Layout
 
@@ -76,17 +79,20 @@ class Following:
             guesses, blocks = self._blocks()
             asked = self._record(blocks)
             answers: list[int] = []
+            ends = functools.cache(functools.partial(self._ends_of, blocks))
             if len(asked):
+                self._workspace.meanwhile = ends
                 layout, computed, _ = self._workspace.compute(asked)
-                answers = [x.item() for x in computed]
+                is_array = isinstance(computed, np.ndarray)
+                answers = np.ravel(computed).tolist() if is_array else [x.item() for x in computed]
             waiting = sum(len(block.asked) > 0 for block in blocks)
-            used = self._go_on(guesses, blocks, answers)
+            used = self._go_on(guesses, blocks, answers, ends())
             if len(asked):
                 most = max(len(block.asked) for block in blocks) - 1
                 self._note(layout, waiting, start, most, len(asked) - waiting, used)
             if not self._at:  # rounds are more alike without the ends of others
                 self._at, self._ends = self._ends, {}
-        self._workspace.makes_room = True
+        self._workspace.makes_room, self._workspace.meanwhile = True, lambda: None
 
     def _blocks(self) -> tuple[list[Guess], list[PathBlock]]:
         """Returns the guess of each instance, and as much of it as is worth running."""
@@ -105,17 +111,24 @@ class Following:
     def _record(self, blocks: Sequence[PathBlock]) -> np.ndarray:
         """Records a block of every instance; returns the values that are asked for."""
         recorder, graph = self._workspace.recorder, self._workspace.graph
-        parts = [block.written for block in blocks]
+        alike = [list(same) for _, same in itertools.groupby(blocks, id)]
+        times, each = list(map(len, alike)), [same[0] for same in alike]
+        parts = [block.written for block in each]
         sizes = [(len(p.calls), len(p.references), len(p.groups), p.num_values) for p in parts]
-        counts = np.array(sizes).T
+        counts = np.repeat(np.array(sizes).T, times, axis=1)
+
+        def joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+            pairs = zip(arrays, times, strict=True)
+            return np.concatenate([x if n == 1 else np.tile(x, n) for x, n in pairs])
+
         before = len(recorder.call_specs), 0, len(recorder.input_group), recorder.num_values
         nodes, place, inputs, values = counts.cumsum(axis=1) + np.array(before)[:, None]
         first_value, first_input = values - counts[3], inputs - counts[2]
-        references = np.concatenate([block.relative for block in blocks])
-        references += np.concatenate([x.new for x in blocks]) * first_value.repeat(counts[1])
-        references -= np.concatenate([x.new_inputs for x in blocks]) * first_input.repeat(counts[1])
-        num_asked = [len(block.asked) for block in blocks]
-        asked = np.concatenate([block.asked for block in blocks])
+        references = joined([block.relative for block in each])
+        references += joined([block.new for block in each]) * first_value.repeat(counts[1])
+        references -= joined([block.new_inputs for block in each]) * first_input.repeat(counts[1])
+        asked = joined([block.asked for block in each])
+        num_asked = np.repeat([len(block.asked) for block in each], times)
         is_older = asked < 0
         asked += first_value.repeat(num_asked)
         firsts = zip(first_value.tolist(), first_input.tolist(), place - counts[1], strict=True)
@@ -131,17 +144,26 @@ class Following:
             for k in np.flatnonzero(is_older).tolist():
                 (i, segment), first = of_each[owner[k]]
                 asked[k] = self._places[i].reference(int(asked[k]) - first + segment.begin[0])
-        recorder.call_specs += np.concatenate([p.calls for p in parts]).tolist()
-        recorder.references += references.tolist()
-        recorder.input_group += np.concatenate([p.groups for p in parts]).tolist()
-        for p in parts:
-            recorder.input_value += p.inputs
+        add_int64(recorder.call_specs, joined([p.calls for p in parts]))
+        add_int64(recorder.references, references)
+        add_int64(recorder.input_group, joined([p.groups for p in parts]))
+        for p, n in zip(parts, times, strict=True):
+            recorder.input_value += [*p.inputs] * n
         recorder.num_values = int(values[-1])
-        graph.turns += np.stack([list(self._at), nodes, inputs], axis=1).ravel().tolist()
+        add_int64(graph.turns, np.stack([list(self._at), nodes, inputs], axis=1).ravel())
         return asked
 
+    def _ends_of(self, blocks: Sequence[PathBlock]) -> dict[int, InstanceResult]:
+        """What instances return that are done at the end of their blocks."""
+        last = [(i, block.path[-1]) for i, block in zip(self._at, blocks, strict=True)]
+        return {i: self._result(i, segment) for i, segment in last if segment.asked is None}
+
     def _go_on(
-        self, guesses: Sequence[Guess], blocks: Sequence[PathBlock], answers: list[int]
+        self,
+        guesses: Sequence[Guess],
+        blocks: Sequence[PathBlock],
+        answers: list[int],
+        ends: Mapping[int, InstanceResult],
     ) -> int:
         """Goes on by the answers of all instances; returns how many beyond the first are of use."""
         at: dict[int, PathSegment] = {}
@@ -156,7 +178,7 @@ class Following:
             segment = block.path[place]
             if segment.asked is None:
                 guess.note(place, None)
-                self._end(i, segment)
+                self.results[i] = ends[i]
                 continue
             answer = own[place]
             is_likely = place < len(guess.answers) and answer == guess.answers[place]
@@ -169,8 +191,9 @@ class Following:
             guess.settle(self._workspace.programs)
         return used
 
-    def _end(self, instance: int, segment: PathSegment) -> None:
-        """Notes what an instance returns that is done."""
+    def _result(self, instance: int, segment: PathSegment) -> InstanceResult:
+        """Returns what an instance returns at the end of its path."""
         assert segment.result is not None
-        found = tuple(map(self._places[instance].reference, segment.result.references))
-        self.results[instance] = segment.result._replace(references=found)
+        structure, types, references = segment.result
+        found = tuple(map(self._places[instance].reference, references))
+        return InstanceResult(structure, types, found)

@@ -56,6 +56,7 @@ from jedbatch._session.verify import RoundsTrial
 from jedbatch._support.types import Array, PyTree
 
 MAX_UNUSED = 4  # times the types in use that a program may have before the next call starts anew
+ValuesRead = np.ndarray | list[np.ndarray]  # rows of one array, where all are of one kind
 SMALL_INPUT_BYTES = 1 << 16  # bytes of inputs that are handed over again although none is new
 
 
@@ -68,6 +69,7 @@ class Workspace:
       signature: the program that they belong to.
       trial: runs the same on symbols, if plans are to be verified.
       makes_room: whether programs have room for steps that run ahead.
+      meanwhile: is called while a device computes values that are read.
     """
 
     def __init__(
@@ -106,12 +108,13 @@ class Workspace:
         self._given: dict[Kind, np.ndarray] = {}  # results that are inputs, by arena
         self.trial = RoundsTrial() if is_wanted() else None
         self.makes_room = True
+        self.meanwhile: Callable[[], object] = lambda: None
 
     # --- computing ---
 
     def compute(
         self, values: np.ndarray, ahead: Ahead | None = None, returned: References | None = None
-    ) -> tuple[Layout, list[np.ndarray], RanAhead | None]:
+    ) -> tuple[Layout, ValuesRead, RanAhead | None]:
         """Computes what values depend on: (what ran, the values, what ran ahead, or None).
 
         Steps run `ahead` if that is given and they can be foreseen. Values that are what arenas
@@ -134,8 +137,7 @@ class Workspace:
             if key is not None and key not in templates:
                 nodes, placed = self._rounds[-1]
                 templates[key] = template_of(self.graph, new, nodes, placed, values)
-        self._first = Beginning.of(self.recorder, len(self.graph.turns))
-        self._tails = None
+        self._first, self._tails = Beginning.of(self.recorder, len(self.graph.turns)), None
         return computed
 
     def _template(self, new: Recorded, values: np.ndarray) -> RoundTemplate | None:
@@ -232,7 +234,7 @@ class Workspace:
 
     def _repeat(
         self, template: RoundTemplate, new: Recorded, values: np.ndarray, ahead: Ahead | None
-    ) -> tuple[Layout, list[np.ndarray], RanAhead | None] | None:
+    ) -> tuple[Layout, ValuesRead, RanAhead | None] | None:
         """Computes a round like one before; None if the program has no room for it.
 
         None, too, if values of earlier rounds have to be computed first.
@@ -301,11 +303,10 @@ class Workspace:
             return placed.layout, self._read(values, by_kind, outputs), None
         ((kind, own),) = template.wanted.items()
         returned = self._returned(outputs, kind)
-        computed = [returned[i, ...] for i in range(len(own))]
         ran = None
         if foreseen is not None and count:
             ran = RanAhead(foreseen, template, lanes, value_rows, input_rows, returned)
-        return placed.layout, computed, ran
+        return placed.layout, returned[: len(own)], ran
 
     def _check_loops(self) -> None:
         """Raises `UnfinishedLoopError` if a loop was stopped."""
@@ -535,6 +536,7 @@ class Workspace:
     def _returned(self, outputs: PyTree, kind: Kind) -> np.ndarray:
         """The rows that were returned from an arena; waits until they are computed."""
         assert self.signature is not None
+        self.meanwhile()
         return np.asarray(outputs[self.signature.arena_ids[kind]])
 
     # --- when all is computed ---

@@ -351,6 +351,11 @@ def _part(rows: Any, place: Slice) -> Array:
     return jnp.asarray(xp.moveaxis(entries, range(len(sizes)), place.axes))
 
 
+def rows_apart(rows: np.ndarray | list[np.ndarray]) -> list[np.ndarray]:
+    """The rows of an array one by one, all of them arrays; those that are apart as they are."""
+    return rows if isinstance(rows, list) else [rows[i, ...] for i in range(len(rows))]
+
+
 def rows_on_host(outputs: Sequence[Array]) -> list[list[np.ndarray]]:
     """Returns the rows of each arena one by one, as arrays of NumPy, once they are computed."""
     return [[rows[i, ...] for i in range(len(rows))] for rows in map(fetched, outputs)]

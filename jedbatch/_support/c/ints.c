@@ -37,6 +37,17 @@ append_int(Ints *ints, int64_t item)
     return 0;
 }
 
+int
+append_ints(Ints *ints, const int64_t *items, Py_ssize_t count)
+{
+    if (make_room(ints, count) < 0)
+        return -1;
+    if (count > 0)
+        memcpy(ints->items + ints->count, items, (size_t)count * sizeof(int64_t));
+    ints->count += count;
+    return 0;
+}
+
 static PyObject *
 append(PyObject *object, PyObject *item)
 {

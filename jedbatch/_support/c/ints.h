@@ -15,5 +15,6 @@ extern PyTypeObject *ints_type;
 
 int init_ints(PyObject *module);
 int append_int(Ints *ints, int64_t item); /* -1 with an error without memory */
+int append_ints(Ints *ints, const int64_t *items, Py_ssize_t count); /* the same */
 
 #endif
