@@ -5,10 +5,11 @@ Instances take turns; each records until it needs a value, and goes on when a ro
 
 import bisect
 import functools
+import operator
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
@@ -115,6 +116,7 @@ class Attempt:
         parked = session.of_thread.__dict__.setdefault("greenlets", [])
         self._log: PathLog | None = None  # of what is to be learned
         self._fibers = Fibers(self._record, 0, parked)
+        self._ending: _Ending | None = None  # that is expected
 
     def turns(self) -> float:
         """Lets all instances record until they are done; returns when the last round began."""
@@ -155,7 +157,7 @@ class Attempt:
             paths.add((key, KnownPaths()) for key in keys if key is not None)
         known = {i: x for i, key in enumerate(keys) if (x := paths.use(key)) is not None}
         first = {i: x.first for i, x in known.items() if x.is_sure}
-        following = Following(self.workspace, first, self._note_followed)
+        following = Following(self.workspace, first, self._note_followed, self._expect_end)
         with pause():
             following.run()
         for i in first:
@@ -436,11 +438,52 @@ class Attempt:
     @unguarded
     def last(self, start: float) -> Any:
         """Computes what is returned."""
-        references = np.array([r for result in self._results for r in result.references], np.int64)
-        self.returned, self.form = self._call.results(self._results, references)
-        layout = self.workspace.compute(references, returned=self.returned)[0]
+        ending, workspace = self._ending, self.workspace
+        if ending is None or not all(map(operator.is_, ending.of, self._results)):
+            references = _references(self._results)
+            returned, form = self._call.results(self._results, references)
+            layout = workspace.compute(references, returned=returned)[0]
+            ending = _Ending(self._results, returned, form, layout, workspace.results(returned))
+        _, self.returned, self.form, layout, outputs = ending
         self._note_round(layout, 0, start)
         self._depths.finish()
-        if self.workspace.trial is not None:
-            self.workspace.trial.finish(*self.workspace.whole(self.returned))
-        return self.workspace.results(self.returned)
+        if workspace.trial is not None:
+            workspace.trial.finish(*workspace.whole(self.returned))
+        workspace.close()
+        return outputs
+
+    def _expect_end(self, results: Mapping[int, InstanceResult]) -> None:
+        """Does what comes last for results that are expected, while a device computes them."""
+        every = [results.get(i) for i in range(len(self._results))]
+        if None in every:
+            return
+        references = _references(every)
+        try:
+            returned, form = self._call.results(every, references)
+        except Exception:  # of results that do not stack, which may never be
+            return
+        handed = self.workspace.hand_over(references, returned)
+        if handed is not None:
+            outputs = self.workspace.results(returned)
+            self._ending = _Ending(every, returned, form, handed[0], outputs)
+
+
+class _Ending(NamedTuple):
+    """What comes last in a call.
+
+    Attributes:
+      of: the results of all instances.
+      returned, form: as of an attempt.
+      layout: of what runs last.
+      outputs: the rows that are returned.
+    """
+
+    of: list[Any]
+    returned: dict[Kind, list[int]]
+    form: OutputSpec
+    layout: Layout
+    outputs: Any
+
+
+def _references(results: Sequence[Any]) -> np.ndarray:
+    return np.array([r for result in results for r in result.references], np.int64)

@@ -32,6 +32,7 @@ from jedbatch._layout.layout import Layout
 
 # layout, how many instances, when it began, steps ahead, how many of these, how many were of use
 NoteRound = Callable[[Layout, int, float, int, int, int], None]
+Ending = Callable[[Mapping[int, InstanceResult]], None]
 
 
 class Place(list[tuple[int, int, int, int]]):
@@ -57,16 +58,23 @@ class Following:
       results: of those that are done; others have gone where no path is known.
     """
 
-    def __init__(self, workspace: Workspace, first: Mapping[int, PathSegment], note: NoteRound):
+    def __init__(
+        self,
+        workspace: Workspace,
+        first: Mapping[int, PathSegment],
+        note: NoteRound,
+        expect_end: Ending,
+    ):
         """Begins.
 
         Args:
           workspace: of the call.
           first: the segment that each instance begins with.
           note: is told of every round.
+          expect_end: is told, while the last round runs, the results if all goes as it always did.
         """
         self.results: dict[int, InstanceResult] = {}
-        self._workspace, self._note = workspace, note
+        self._workspace, self._note, self._expect_end = workspace, note, expect_end
         self._at = dict(first)
         self._ends: dict[int, PathSegment] = {}  # of those that ask for nothing more
         self._places: dict[int, Place] = {i: Place() for i in first}
@@ -81,7 +89,7 @@ class Following:
             answers: list[int] = []
             ends = functools.cache(functools.partial(self._ends_of, blocks))
             if len(asked):
-                self._workspace.meanwhile = ends
+                self._workspace.meanwhile = functools.partial(self._look_ahead, guesses, ends)
                 layout, computed, _ = self._workspace.compute(asked)
                 is_array = isinstance(computed, np.ndarray)
                 answers = np.ravel(computed).tolist() if is_array else [x.item() for x in computed]
@@ -157,6 +165,15 @@ class Following:
         """What instances return that are done at the end of their blocks."""
         last = [(i, block.path[-1]) for i, block in zip(self._at, blocks, strict=True)]
         return {i: self._result(i, segment) for i, segment in last if segment.asked is None}
+
+    def _look_ahead(
+        self, guesses: Sequence[Guess], ends: Callable[[], Mapping[int, InstanceResult]]
+    ) -> None:
+        """Prepares, while a device computes, what comes if all is as expected."""
+        found = ends()
+        is_last = len(found) == len(self._at) and not self._ends
+        if is_last and all(guess.is_sure for guess in dict.fromkeys(guesses)):
+            self._expect_end({**self.results, **found})
 
     def _go_on(
         self,

@@ -174,6 +174,11 @@ class Guess:
             found = self._blocks[size] = PathBlock.of(self.path[:size], self.answers)
         return found
 
+    @property
+    def is_sure(self) -> bool:
+        """Returns whether instances have gone on as expected, and nothing else."""
+        return self.stops[-1] == sum(self.stops) > 0
+
     def size_worth(self, instances: int, round_work: float) -> int:
         """Returns how many segments are worth running, as far as is known.
 

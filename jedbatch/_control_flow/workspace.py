@@ -131,7 +131,7 @@ class Workspace:
                 templates[key] = template
         computed = None if template is None else self._repeat(template, new, values, ahead)
         if computed is None and returned is not None:
-            computed = self._hand_over(values, returned)
+            computed = self.hand_over(values, returned)
         if computed is None:
             computed = *self._compute(values, returned is None), None
             if key is not None and key not in templates:
@@ -169,13 +169,13 @@ class Workspace:
         for t, used in zip(template.placed.type_ids, template.lanes, strict=True):
             self._lanes[t] -= unused * used  # nobody reads their rows
 
-    def _hand_over(self, values: np.ndarray, returned: References) -> tuple | None:
+    def hand_over(self, values: np.ndarray, returned: References) -> tuple | None:
         """Gives rows to the inputs among values of which all others are computed.
 
         None if something has yet to run, and does nothing then. Inputs that are all that an arena
         returns, as numbers may be, are results as they are: no program is called for them.
         """
-        signature, graph = self.signature, self.graph
+        signature, graph, self._given = self.signature, self.graph, {}
         groups = None if signature is None else graph.inputs_left(values)
         if signature is None or groups is None or self.state is None:
             return None
@@ -543,12 +543,9 @@ class Workspace:
 
     def results(self, returned: References) -> Any:
         """The rows of values that are returned, from each arena, and perhaps more."""
-        signature = self.signature
-        assert signature is not None
-        rows = self.graph.rows_returned(signature.arenas, returned, self._given)
-        picked = self._executor().pick(self.state, *rows)
-        self.close()
-        return picked
+        assert self.signature is not None
+        rows = self.graph.rows_returned(self.signature.arenas, returned, self._given)
+        return self._executor().pick(self.state, *rows)
 
     def close(self) -> None:
         """Forgets a program of which little is used, and passes arenas on that nobody reads."""

@@ -183,6 +183,32 @@ def test_places_of_parts_are_numbers_from_the_first_on():
     assert batched.compilations == compilations
 
 
+def turned(w, x):
+    """Nothing is left to compute in the end, but for a result that is turned around."""
+    h, steps = x, 0
+    done = False
+    while not done:
+        h, done = shrink(w, h, 0.7)
+        steps += 1
+    return (-h, -steps) if h[0] < 0 else (h, steps)
+
+
+def test_results_are_others_than_those_prepared():
+    """While the round runs that is expected to be the last, what is returned is prepared."""
+    batched = jedbatch.batch(turned)
+    alike = [np.float32(s) * np.linalg.solve(W, np.ones(3)) for s in (0.1, 0.101, 0.102, 0.103)]
+    alike = [x.astype(np.float32) for x in alike]
+    for _ in range(5):
+        assert_close(batched(W, alike), loop(turned, W, alike), 1e-5)
+    assert len(batched.last_rounds) == 2
+    for other in (-alike[0], -9 * alike[0], 9 * alike[2], np.zeros(3, np.float32)):
+        for place in (0, 3):
+            minibatch = [*alike]
+            minibatch[place] = other
+            assert_close(batched(W, minibatch), loop(turned, W, minibatch), 1e-5)
+            assert_close(batched(W, alike), loop(turned, W, alike), 1e-5)
+
+
 def from_zeros(w, x):
     """All instances read one array that is computed once."""
     h, steps = jnp.zeros(3), 0
