@@ -37,7 +37,8 @@ from jedbatch._support.types import Array
 PLACES = 16  # lanes that run at the same time, once not all do
 FEWEST = 4  # times as many lanes as places, for a loop to be packed
 MOST_LANES = 1 << 12  # beyond which the cores of a CPU share a step of lock step
-EXCHANGE = 20  # steps of a lane, as long as it takes to exchange one
+EXCHANGE = 8  # steps of a lane, as long as it takes to exchange one
+LEAST_WORK = 1 / 32  # of a step of all lanes, in starts of steps, for a kernel to be worth making
 
 
 def packs(size: int, body_work: int, step_work: float) -> bool:
@@ -48,7 +49,7 @@ def packs(size: int, body_work: int, step_work: float) -> bool:
       body_work: floating-point operations of a step of a lane.
       step_work: those that are done while a step is started.
     """
-    return FEWEST * PLACES <= size <= MOST_LANES and size * body_work >= step_work
+    return FEWEST * PLACES <= size <= MOST_LANES and size * body_work >= LEAST_WORK * step_work
 
 
 def together(

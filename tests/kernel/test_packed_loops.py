@@ -93,8 +93,9 @@ def test_loops_give_what_they_give_one_by_one_in_the_steps_that_are_simulated(co
 
 def test_which_loops_are_packed():
     assert packs(256, 263, 5e4)
+    assert packs(64, 30, 5e4)
     assert not packs(32, 10**6, 5e4)  # too few for places to be refilled
-    assert not packs(1024, 20, 5e4)  # a step is started for longer than it runs
+    assert not packs(256, 2, 5e4)  # a step is started for longer than it runs
     assert not packs(1 << 16, 263, 5e4)  # cores share a step of all
     n, x = jnp.asarray(COUNTS["geometric"], jnp.int32), jnp.ones((300, 4), jnp.float32)
     widths = lambda fn, **how: {c.width for c in run_counted(fn, n, x, **how)[1]}  # noqa: E731
