@@ -27,7 +27,7 @@ from jedbatch._support.caches import Memory
 
 MAX_OPERATIONS = 10_000  # of which numbers are kept
 MAGNITUDE = 8  # binary digits
-MAX_COMPARED = 16  # sets of numbers of one operation; the constant twin of each makes a type
+MAX_APART = 8  # sets of numbers of one operation on which Python decided, before all are constants
 
 
 class NumbersMet:
@@ -76,7 +76,7 @@ class Lifting:
         self.num_lifted = 0
         self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
         self._compared: dict[Hashable, None] = Memory(MAX_OPERATIONS)
-        self._times: dict[int, int] = Memory(MAX_OPERATIONS)  # that calls of an id were compared
+        self._apart: dict[int, set[tuple]] = Memory(MAX_OPERATIONS)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -95,19 +95,32 @@ class Lifting:
         """Returns whether calls of this id have not been compared with those that hold numbers.
 
         Numbers count as known if each had that sign before, and about that magnitude; where the
-        function `asks_for_types`, if all had these values, up to a few of these.
+        function `asks_for_types`, if all had these values.
         """
-        return any(key not in self._compared for key in self._known_by(call_spec, numbers, asks))
+        known_by = self._known_by(call_spec, numbers, asks)
+        is_compared = all(key in self._compared for key in known_by)
+        return not is_compared and not self.is_apart(call_spec, numbers)
 
     def note_compared(self, call_spec: int, numbers: Sequence[Number], asks: bool) -> None:
         """Notes that calls of this id compute the same with numbers as operands."""
         self._compared.update(dict.fromkeys(self._known_by(call_spec, numbers, asks)))
-        self._times[call_spec] = self._times.get(call_spec, 0) + 1
+
+    def is_apart(self, call_spec: int, numbers: Sequence[Number]) -> bool:
+        """Returns whether calls of this id have these numbers as constants (see `sets_apart`)."""
+        return _exactly(numbers) in self._apart.get(call_spec, ())
+
+    def sets_apart(self, call_spec: int, numbers: Sequence[Number]) -> bool:
+        """Makes numbers constants where others of the same calls are operands, if these are few.
+
+        For those that Python compares others with, such as 0.5 in `if t == 0.5`.
+        """
+        apart = self._apart.setdefault(call_spec, set())
+        if len(apart) < MAX_APART:
+            apart.add(_exactly(numbers))
+        return _exactly(numbers) in apart
 
     def _known_by(self, call_spec: int, numbers: Sequence[Number], asks: bool) -> list[Hashable]:
-        exact = (call_spec, *(x.key for x in numbers))
-        is_told_apart = asks and self._times.get(call_spec, 0) < MAX_COMPARED
-        return [*_ranges(call_spec, numbers), *[exact] * is_told_apart]
+        return [(call_spec, _exactly(numbers))] if asks else _ranges(call_spec, numbers)
 
     def fix(self, skeleton: Hashable) -> None:
         """Makes the operands of an operation part of its type: integers first, then all of them.
@@ -147,7 +160,11 @@ class Lifting:
         return skeleton, {positions[k]: numbers[positions[k]] for k in lifted}
 
 
-def _ranges(call_spec: int, numbers: Sequence[Number]) -> list[tuple[int, ...]]:
+def _exactly(numbers: Sequence[Number]) -> tuple:
+    return tuple([x.key for x in numbers])
+
+
+def _ranges(call_spec: int, numbers: Sequence[Number]) -> list[Hashable]:
     """The signs and orders of magnitude of numbers that calls of some id take, by position."""
 
     def of(number: np.ndarray) -> tuple[int, ...]:

@@ -213,7 +213,7 @@ class Registry:
             call_spec = self._like_another(full, name, call, static)
         if call_spec is None:
             alone = user_code and not self.hidden.was_traced(key)
-            jaxpr, tree, extra = self._trace(name, call, shared, operands, alone)
+            jaxpr, tree, extra = self.trace(name, call, shared, operands, alone)
             jaxpr_key = self.keys.jaxpr_key(jaxpr) if user_code else None
             results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
             node_type = NodeType(
@@ -235,7 +235,7 @@ class Registry:
                 self.unit(results) if flat else None,
             )
             found = itertools.filterfalse(self.is_reached, extra)
-            again = lambda: self._trace(name, call, shared, operands, alone)[0]  # noqa: E731
+            again = lambda: self.trace(name, call, shared, operands, alone)[0]  # noqa: E731
             if user_code and self.hidden.note(call_spec, name, key, jaxpr, found, again):
                 del call_specs[full]
             elif user_code and not extra:
@@ -291,7 +291,7 @@ class Registry:
             name,
             Operation(
                 operation.key,
-                lambda: self._trace(name, call, shared, operands, False)[0],
+                lambda: self.trace(name, call, shared, operands, False)[0],
                 (first.node_type, symbols),
             ),
             tuple(self.value_types[v] for v in operands),
@@ -417,7 +417,7 @@ class Registry:
         )
 
     @unguarded
-    def _trace(self, name, call, shared, operands, alone):
+    def trace(self, name, call, shared, operands, alone):
         """(jaxpr, result tree, ids of shared values it closes over) of an operation."""
         shared_avals = [self.shared[s].aval for s in shared]
         operand_avals = [self.avals[v] for v in operands]

@@ -6,8 +6,8 @@ not, and so are symbolic values that the function holds, and numbers that differ
 """
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
@@ -56,6 +56,11 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
                 or _reads_no_number(recorder, cell, args, static, lifted, recorded[0])
             ):
                 break
+            numbers = list(lifted.values())
+            asks = asks_for_types(cell.fn, args)
+            if asks and registry.lifting.sets_apart(recorded[0].id, numbers):
+                recorded = recorder.cell_call_spec(cell, args, static)
+                break
         registry.lifting.fix(skeleton)  # Python reads a number
     if recorded is None:  # inside another transformation: not ours to record
         return cell.fn(*args, **static)
@@ -85,20 +90,21 @@ def _reads_no_number(
 
     It does not where Python asks what the numbers are, as `isinstance` does, or computes with more
     digits than JAX. Whether that matters depends on the sign and the magnitude of a number most
-    often, so calls are compared for each of them; and for the first few numbers where code asks
-    for types.
+    often, so calls are compared for each of them; and for each number where code asks for types.
     """
     registry, numbers = recorder.registry, list(lifted.values())
-    asks = asks_for_types(cell.fn)
+    asks = asks_for_types(cell.fn, args)
     if not registry.lifting.is_new(call_spec.id, numbers, asks):
-        return True
-    constant = recorder.cell_call_spec(cell, args, static)
+        return not registry.lifting.is_apart(call_spec.id, numbers)
+    constant = _prepared(recorder, cell, args, static, {})
     assert constant is not None
-    program, other = (
-        operation_of(registry.node_types[spec.node_type]).jaxpr for spec in (call_spec, constant[0])
-    )
+    program = operation_of(registry.node_types[call_spec.node_type]).jaxpr
+    traced = constant.call, constant.shared, constant.kinds
+    other, tree, _ = registry.trace(cell.name, *traced, alone=False)
     with pause(), jax.ensure_compile_time_eval():
-        same = is_same_with(numbers, program, other, registry.keys.params_key)
+        same = tree == (call_spec.tree or jax.tree.structure(0)) and is_same_with(
+            numbers, program, other, registry.keys.params_key
+        )
     if same:
         registry.lifting.note_compared(call_spec.id, numbers, asks)
     return same
@@ -108,22 +114,43 @@ def _reads_no_number(
 FUNCTION_TYPES = (functools.partial, jax.custom_jvp, jax.custom_vjp)
 
 
-def cell_call_spec(
+class PreparedCall(NamedTuple):
+    """A call of a cell, before it is traced.
+
+    Attributes:
+      key: equal for calls that compute the same.
+      call: computes it, of shared values and operands.
+      shared: ids of the shared values.
+      operands: the operands.
+      identity: what the function is known by.
+      options: the keyword arguments, as part of the key.
+      slots: the kind of each leaf of the arguments.
+      holds_operands: whether operands are among what the function holds.
+    """
+
+    key: tuple
+    call: Callable
+    shared: tuple[int, ...]
+    operands: list[Value]
+    identity: Hashable
+    options: Hashable
+    slots: list[Hashable]
+    holds_operands: bool
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """Value type ids of the operands."""
+        return tuple([v.type for v in self.operands])
+
+
+def _prepared(
     recorder: RecorderLike,
     cell: Cell,
     args: tuple,
     static: dict,
     lifted: Mapping[int, Number],
-) -> tuple[CallSpec, list] | None:
-    """(how to record a call of a cell, its references); None if it is not ours to record.
-
-    Args:
-      recorder: the recorder.
-      cell: the cell.
-      args: its positional arguments.
-      static: its keyword arguments.
-      lifted: numbers it holds that are operands, by position among `held_values`.
-    """
+) -> PreparedCall | None:
+    """Returns a call of a cell; None if it is not ours to record. For arguments see below."""
     fn = cell.fn
     options = static_options(cell, static)
     captured = {k: x for k, x in enumerate(held_values(fn)) if isinstance(x, Tracer)}
@@ -154,15 +181,37 @@ def cell_call_spec(
             raise
 
     key = ("cell", identity, options, tree_key(tree), tuple(slots))
-    kinds = tuple(v.type for v in operands)
-    num_types = len(recorder.registry.node_types)
+    holds = bool(captured)
+    return PreparedCall(key, call, tuple(shared), operands, identity, options, slots, holds)
+
+
+def cell_call_spec(
+    recorder: RecorderLike,
+    cell: Cell,
+    args: tuple,
+    static: dict,
+    lifted: Mapping[int, Number],
+) -> tuple[CallSpec, list] | None:
+    """(how to record a call of a cell, its references); None if it is not ours to record.
+
+    Args:
+      recorder: the recorder.
+      cell: the cell.
+      args: its positional arguments.
+      static: its keyword arguments.
+      lifted: numbers it holds that are operands, by position among `held_values`.
+    """
+    found = _prepared(recorder, cell, args, static, lifted)
+    if found is None:
+        return None
+    fn, num_types = cell.fn, len(recorder.registry.node_types)
     try:
         call_spec = recorder.registry.call_spec(
             cell.name,
-            key,
-            call,
-            tuple(shared),
-            kinds,
+            found.key,
+            found.call,
+            found.shared,
+            found.kinds,
             user_code=True,
             static=spelled(static),
         )
@@ -173,19 +222,19 @@ def cell_call_spec(
             "keyword: keyword arguments are static."
         )
         raise
+    is_new = call_spec.node_type >= num_types
     recorder.caching &= call_spec.id not in recorder.registry.hidden.arrays
-    if hasattr(fn, "__code__") and call_spec.node_type >= num_types:
-        recorder.registry.variants.warn_if_many(fn.__code__, identity, f"cell `{cell.name}`")
+    if hasattr(fn, "__code__") and is_new:
+        recorder.registry.variants.warn_if_many(fn.__code__, found.identity, f"cell `{cell.name}`")
+    calls = found.identity, found.options
     if recorder.grouping is None:
-        is_operand = [slot == "value" for slot in slots]
-        recorder.registry.arities.note(
-            (identity, options), fn, args, is_operand, call_spec.node_type
-        )
-        if not captured and call_spec.node_type >= num_types:
-            _foresee(recorder, cell, args, static, (identity, options), call_spec.node_type)
+        is_operand = [slot == "value" for slot in found.slots]
+        recorder.registry.arities.note(calls, fn, args, is_operand, call_spec.node_type)
+        if not found.holds_operands and is_new:
+            _foresee(recorder, cell, args, static, calls, call_spec.node_type)
     elif recorder.grouping.met is not None:
-        recorder.grouping.met((identity, options, *shared), call_spec, call)
-    return call_spec, [v.index for v in operands]
+        recorder.grouping.met((*calls, *found.shared), call_spec, found.call)
+    return call_spec, [v.index for v in found.operands]
 
 
 def _foresee(

@@ -296,6 +296,48 @@ def test_numbers_that_differ_more_later(scale):
         np.testing.assert_allclose(found, [fn(W, (x, n)) for n in numbers], rtol=1e-5)
 
 
+class Schedule:
+    """What cells of the user may hold: an object whose methods decide on a number."""
+
+    def rate(self, t):
+        return self.warm(t) + 1
+
+    def warm(self, t):
+        return 7.0 if isinstance(t, float) and t == 0.5 else t
+
+
+schedule = Schedule()
+
+
+def held(t, y):
+    me = schedule
+    return lambda y: y * me.rate(t)
+
+
+@pytest.mark.parametrize(
+    "scaled",
+    [
+        lambda t, y: lambda y: y * (7 if isinstance(t, float) and t == 0.5 else t),
+        lambda t, y: lambda y: y * schedule.rate(t),
+        held,
+    ],
+)
+def test_numbers_decided_on_after_many_others(scaled):
+    """Each number is compared with what it is as an operand; the few that differ are constants."""
+
+    def fn(_, i):
+        x, t = i
+        return jedbatch.cell(scaled(t, x))(x)
+
+    batched = jedbatch.batch(fn)
+    x = np.ones(2, np.float32)
+    for numbers in ([k + 0.25 for k in range(20)], [3.25, 0.5, 0.75]):
+        found = batched(W, [(x, t) for t in numbers])
+        np.testing.assert_allclose(found, [fn(W, (x, t)) for t in numbers], rtol=1e-5)
+    many = [(x, k / 2) for k in range(40)]
+    assert len(set(batched.plan(W, many, gradient=False).graph.node_type.tolist())) == 2
+
+
 def test_errors_of_cells_are_theirs():
     def fn(w, i):
         x, rate, _ = i
