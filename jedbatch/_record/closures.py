@@ -280,17 +280,17 @@ def asks_for_types(fn: object, args: Sequence[object]) -> bool:
     or catches errors; or a method of an object that is among these or the arguments may do so.
     """
     met: set[int] = set()
-    waiting = [fn, *args]
+    waiting: list[Any] = [fn, *args]
     while waiting:
         given = waiting.pop()
-        waiting += methods_of(type(given))
+        waiting += methods_of(given.__class__)
         for x, parts in _functions_in(given).values():
             if id(x) in met:
                 continue
             met.add(id(x))
             if type(x) is types.MethodType:
                 parts = [x.__self__]
-            waiting += [m for part in parts for m in methods_of(type(part))]
+            waiting += [m for part in parts for m in methods_of(part.__class__)]
             if type(x) is not types.FunctionType:
                 continue
             names = code_names(x.__code__)
