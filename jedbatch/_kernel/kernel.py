@@ -308,9 +308,13 @@ class Kernel:
         """Returns a program of a lane with products as the target multiplies them fastest."""
         return with_summed_last(program, shared) if self._target.summed_last else program
 
-    @functools.cached_property
+    @property
     def _differentiated(self) -> Sequence[Equation]:
-        """The body, to be differentiated in reverse."""
+        """The body, to be differentiated in reverse.
+
+        Made anew each time: what branches save depends on what is differentiated, and JAX keeps
+        the structure of the last time only for an operation with a rule.
+        """
         equations: Sequence[Equation] = saving_little(self.jaxpr.replace(eqns=self.body)).eqns
         return equations
 

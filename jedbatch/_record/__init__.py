@@ -28,44 +28,45 @@ Read in this order:
 16. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
    enough.
 17. `custom_rules`: Functions with a derivative rule of their own, as programs.
-18. `registry`: Types, shared values and calls seen while recording, interned.
-19. `failures`: What errors of users' functions say besides what JAX says: where they
+18. `rules_in_cells`: Functions with derivative rules made inside of a cell, of values of the cell.
+19. `registry`: Types, shared values and calls seen while recording, interned.
+20. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
-20. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-21. `operators`: Indexing symbols, and Python's operators on them.
-22. `fast_path`: Recording calls of cells the second time: by a short description of their
+21. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+22. `operators`: Indexing symbols, and Python's operators on them.
+23. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
-23. `slow_path`: Recording calls of cells the first time, and those without a short description.
-24. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
+24. `slow_path`: Recording calls of cells the first time, and those without a short description.
+25. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
    `jnp.zeros(8)`.
-25. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-26. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-27. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+26. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+27. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+28. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-28. `recorder`: A recorder of what a function does to symbolic values.
-29. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-30. `thread_settings`: The settings of a thread, for work that goes on in another one.
-31. `deep`: Recursion deeper than Python's limit.
-32. `trace`: Recording a minibatch: every instance of it as a graph.
-33. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+29. `recorder`: A recorder of what a function does to symbolic values.
+30. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+31. `thread_settings`: The settings of a thread, for work that goes on in another one.
+32. `deep`: Recursion deeper than Python's limit.
+33. `trace`: Recording a minibatch: every instance of it as a graph.
+34. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-34. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-35. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+35. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+36. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-36. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+37. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-37. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+38. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-38. `granularity.fuse`: Finding cells without marks: operations that always run together become
+39. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-39. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+40. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-40. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+41. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-41. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-42. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+42. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+43. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-43. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-44. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+44. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+45. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
-from jax.extend.core import Primitive, set_current_trace
+from jax.extend.core import Primitive, set_current_trace, take_current_trace
 from jax.interpreters import ad, batching, mlir
 
 from jedbatch._graph.operations import PrimitiveKey
@@ -85,15 +85,17 @@ class CustomPrograms(NamedTuple):
     def operation(self, lifted: Sequence[int] = ()) -> Callable[..., list[Array]]:
         """The function of some numbers, by position, of what it closes over and its arguments."""
         counts = [0, *itertools.accumulate(len(list(numbers_of(x))) for x in self.programs)]
+        are_tracers = [isinstance(x, Tracer) for x in self.captured]
         num_captured = len(self.captured)
+        kept = self._replace(captured=())  # JAX keeps what follows, for longer than tracers live
 
         def run(place: int, held: Sequence[Any], captured: Sequence[Any], *args: Any) -> list[Any]:
             numbers: Mapping[int, Any] = dict(zip(lifted, held, strict=True))
             again = {"custom_itself": lambda *xs: whole(held, captured, *xs)}
-            program = self.programs[place]
-            return run_program(numbers, program, counts[place], *captured, *args, replaced=again)
+            inputs = kept.programs[place], counts[place], *captured, *args
+            return run_program(numbers, *inputs, replaced=again)
 
-        differentiate = self._with_forward_rule if len(self.programs) == 2 else self._with_reverse
+        differentiate = kept._with_forward_rule if len(kept.programs) == 2 else kept._with_reverse
         whole = differentiate(run)
 
         def call(*values: Any) -> list[Any]:
@@ -102,7 +104,6 @@ class CustomPrograms(NamedTuple):
                 jax.lax.stop_gradient(x) if has_gradient(x.dtype) else x
                 for x in values[: len(lifted)]
             ]
-            are_tracers = (isinstance(x, Tracer) for x in self.captured)
             captured = [
                 (closed_over if is_tracer else jax.lax.stop_gradient)(x)
                 if has_gradient(x.dtype)
@@ -225,12 +226,7 @@ class CustomFunctions:
 
     def _varies(self, eqn: Any) -> bool:
         name, params = eqn.primitive.name, eqn.params
-        try:
-            _, consts, rest = traced_rule(name, params)
-        except Exception:  # it may be an error to differentiate it at all
-            return False
-        held = [x for fn in rest for x in held_values(getattr(fn, "f", fn))]
-        if any(isinstance(x, Tracer) for x in (*consts, *held)):
+        if _reads_tracers(eqn):
             return True
         if name != "custom_jvp_call":  # what the rule of others is made of differs every time
             return False
@@ -291,6 +287,21 @@ class CustomFunctions:
         return programs.operation(tuple(numbers))(*held, *programs.captured, *args)
 
 
+def reads_tracers_inside(name: str, params: Mapping[str, Any]) -> bool:
+    """Returns whether functions in the bodies of an operation close over traced values."""
+    return any(_reads_tracers(eqn) for body in traced_bodies(name, params) for eqn in _calls(body))
+
+
+def _reads_tracers(eqn: Any) -> bool:
+    """Returns whether the rule of a function that an equation calls closes over traced values."""
+    try:
+        _, consts, rest = traced_rule(eqn.primitive.name, eqn.params)
+    except Exception:  # it may be an error to differentiate it at all
+        return False
+    held = [x for fn in rest for x in held_values(getattr(fn, "f", fn))]
+    return any(isinstance(x, Tracer) for x in (*consts, *held))
+
+
 def _calls(program: Any) -> Iterator[Any]:
     """Yields the calls of functions with rules in the bodies of a program."""
     for eqn in without_consts(program).eqns:
@@ -341,10 +352,35 @@ def record_custom(
         if code is not None:
             variants.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
         out = recorder._operation(name, key, noted, tracers)
-    if not ran:  # JAX reads the structure of the result off a run of `fun`
-        with pause():
-            jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*map(jax.typeof, tracers))
+    if not ran:
+        note_run(fun, tracers)
     return out
+
+
+def note_run(fun: Any, args: Sequence[Leaf]) -> None:
+    """Runs a function, as JAX reads the structure of the result off its run."""
+    with pause():
+        jax.make_jaxpr(lambda *xs: fun.call_wrapped(*xs))(*map(jax.typeof, args))
+
+
+def calling_with_forward_rule(primitive: Any, *functions: Any, **told: Any) -> Callable:
+    """Returns what calls a function with a rule within the trace that is there then."""
+
+    def call(*values):
+        with take_current_trace() as trace, set_current_trace(trace):
+            return trace.process_custom_jvp_call(primitive, *functions, values, **told)
+
+    return call
+
+
+def calling_with_reverse(primitive: Any, *functions: Any, **told: Any) -> Callable:
+    """Returns the same of a function with a rule for the reverse."""
+
+    def call(*values):
+        with take_current_trace() as trace, set_current_trace(trace):
+            return trace.process_custom_vjp_call(primitive, *functions, values, **told)
+
+    return call
 
 
 def record_opened(

@@ -36,7 +36,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Trace, Tracer
-from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch import checks
 from jedbatch._graph.operations import PrimitiveKey
@@ -45,7 +44,12 @@ from jedbatch._jaxpr.numbers import BODIES, Number
 from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
 from jedbatch._record.cell import Cell, pause
 from jedbatch._record.containers import shared_token, tokens_of_containers
-from jedbatch._record.custom_rules import record_custom, record_opened
+from jedbatch._record.custom_rules import (
+    calling_with_forward_rule,
+    calling_with_reverse,
+    record_custom,
+    record_opened,
+)
 from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import (
     Watched,
@@ -458,23 +462,14 @@ class Recorder(Trace):
         return Value(self, self.new_input(self.registry.group("value", kind), value), kind)
 
     def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, *, symbolic_zeros):
-        def call(*values):
-            with take_current_trace() as trace, set_current_trace(trace):
-                return trace.process_custom_jvp_call(
-                    primitive, fun, jvp, values, symbolic_zeros=symbolic_zeros
-                )
-
+        call = calling_with_forward_rule(primitive, fun, jvp, symbolic_zeros=symbolic_zeros)
         return record_custom(self, (fun, jvp), call, tracers)
 
     def process_custom_vjp_call(
         self, primitive, fun, fwd, bwd, tracers, /, *, out_trees, symbolic_zeros
     ):
         told = {"out_trees": out_trees, "symbolic_zeros": symbolic_zeros}
-
-        def call(*values):
-            with take_current_trace() as trace, set_current_trace(trace):
-                return trace.process_custom_vjp_call(primitive, fun, fwd, bwd, values, **told)
-
+        call = calling_with_reverse(primitive, fun, fwd, bwd, **told)
         return record_custom(self, (fun, fwd, bwd), call, tracers)
 
     def stage_value(self, val):

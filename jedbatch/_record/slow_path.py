@@ -34,6 +34,7 @@ from jedbatch._record.fast_path import reference_widths
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.instance_key import is_constant
 from jedbatch._record.registry import NUMBER_TYPES
+from jedbatch._record.rules_in_cells import rules_as_programs
 from jedbatch._record.shared_operands import VALUE
 from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
 from jedbatch._support.types import Leaf, PyTree
@@ -175,7 +176,8 @@ def _prepared(
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
         args, values = jax.tree.unflatten(tree, filled)
         try:
-            return with_held_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
+            with rules_as_programs(recorder.registry):
+                return with_held_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
         except Exception as error:
             note_call(error, cell.name, fn, args, static)
             raise

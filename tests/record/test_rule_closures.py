@@ -251,7 +251,57 @@ def test_rules_in_bodies_that_call_another_of_their_kind():
     assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
 
 
-def test_rules_in_cells_that_close_over_values_say_what_to_write():
+@jedbatch.cell
+def clipped_in_a_cell(w, x, bound):
+    f = jax.custom_vjp(lambda y: 2 * y)
+    f.defvjp(lambda y: (2 * y, None), lambda _, slope: (jnp.clip(slope, -bound, bound),))
+    return f(jnp.sin(x @ w))
+
+
+@jedbatch.cell
+def calling_itself_in_a_cell(w, x, bound):
+    f = jax.custom_jvp(lambda y: jnp.sin(y) * bound)
+    f.defjvp(lambda y, slope: (f(y[0]), 2 * bound * jnp.cos(y[0]) * slope[0]))
+    return f(x @ w)
+
+
+@jedbatch.cell
+def in_a_loop_of_a_cell(w, x, bound):
+    f = jax.custom_vjp(lambda y: 2 * y)
+    f.defvjp(lambda y: (2 * y, None), lambda _, slope: (jnp.clip(slope, -bound, bound),))
+    return lax.scan(lambda h, _: (f(jnp.sin(h @ w)), None), x, None, length=2)[0]
+
+
+@jedbatch.cell
+def in_a_branch_of_a_cell(w, x, bound):
+    f = jax.custom_vjp(lambda y: bound * y)
+    f.defvjp(lambda y: (bound * y, None), lambda _, slope: (jnp.clip(slope, -bound, bound),))
+    return lax.cond(x[0] > 0, lambda y: f(y @ w), jnp.sin, x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        clipped_in_a_cell,
+        calling_itself_in_a_cell,
+        in_a_loop_of_a_cell,
+        in_a_branch_of_a_cell,
+    ],
+)
+def test_rules_in_cells_read_what_the_cell_gets(fn):
+    """JAX runs rules after a cell was traced."""
+    xs = [(x, 0.2 + k) for k, x in enumerate(INSTANCES)]
+    batched = jedbatch.batch(lambda w, x: fn(w, *x))
+    loop = lambda w: sum(fn(w, *x).sum() for x in xs)  # noqa: E731
+    ours = lambda w: batched(w, xs).sum()  # noqa: E731
+    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
+    if fn is calling_itself_in_a_cell:
+        ones = (WEIGHT,), (jnp.ones_like(WEIGHT),)
+        second = lambda f: jax.jvp(jax.grad(f), *ones)[1]  # noqa: E731
+        assert_close(second(ours), second(loop), 2e-5)
+
+
+def test_rules_in_cells_that_read_what_is_differentiated_say_what_to_write():
     @jedbatch.cell
     def inner(w, x):
         y = x @ w
@@ -260,5 +310,5 @@ def test_rules_in_cells_that_close_over_values_say_what_to_write():
         return f(y)
 
     batched = jedbatch.batch(lambda w, x: inner(w, x))
-    with pytest.raises(jedbatch.errors.EscapedValueError, match="keep it as a residual"):
+    with pytest.raises(jax.errors.UnexpectedTracerError, match="Pass the array as an argument"):
         jax.grad(lambda w: batched(w, INSTANCES).sum())(WEIGHT)
