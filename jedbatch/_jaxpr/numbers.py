@@ -29,7 +29,7 @@ from jedbatch._jaxpr.interpret import (
     run_with_bodies,
     value_of,
 )
-from jedbatch._jaxpr.versions import Equation, consts_of, without_consts
+from jedbatch._jaxpr.versions import CALLS, Equation, consts_of, without_consts
 from jedbatch._support.types import Array, Dtype
 
 PRODUCTS = ("mul", "integer_pow", "pow", "shift_left", "dot_general", "reduce_prod")
@@ -238,6 +238,8 @@ def _with_constants(program: Any, known: Sequence[Any]) -> tuple[Any, int]:
         nonlocal num_products
         if eqn.primitive.name in BODIES and not is_fixed(eqn):
             bodies = [functools.partial(run, body) for body in bodies_of(eqn)]
+            if eqn.primitive.name in CALLS:  # would pass constants on as arguments
+                return bodies[0](*values)
             return run_with_bodies(eqn, bodies, values)
         if eqn.effects or any(isinstance(x, Tracer) for x in values):
             return run_equation(without_consts(program), eqn, values)

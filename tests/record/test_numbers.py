@@ -117,6 +117,10 @@ def of_derivative(rate):
     return jax.grad(lambda x: decay(rate, x).sum())
 
 
+def of_checkpoint(rate):
+    return jax.checkpoint(lambda x: jnp.sin(x * rate))
+
+
 HOLDERS = [
     of_partial,
     of_partial_by_name,
@@ -126,6 +130,7 @@ HOLDERS = [
     of_function_inside,
     of_loop_inside,
     of_derivative,
+    of_checkpoint,
 ]
 
 
