@@ -6,67 +6,68 @@ Read in this order:
    replaced.
 2. `instance_key`: Keys of instances: equal for instances that have the same graph.
 3. `closures`: Identity of Python functions: equal keys for functions that compute the same.
-4. `cell`: `cell`: a function as one unit of batching.
-5. `readers`: How environments read what they have seen once more: functions from a thing to what
+4. `asking`: Whether Python asks what a number is, which is an operand while a cell is traced.
+5. `cell`: `cell`: a function as one unit of batching.
+6. `readers`: How environments read what they have seen once more: functions from a thing to what
    is in it.
-6. `environment`: The values that a function reads besides its arguments, and detection of changes
+7. `environment`: The values that a function reads besides its arguments, and detection of changes
    to them.
-7. `escapes`: Traced values that outlive their trace: kept by the user, or by the caches of
+8. `escapes`: Traced values that outlive their trace: kept by the user, or by the caches of
    libraries.
-8. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
+9. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
    jaxprs.
-9. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
-10. `element_functions`: Functions of one element of a list, computed once where the element is
+10. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
+11. `element_functions`: Functions of one element of a list, computed once where the element is
    made.
-11. `padded_calls`: Nodes with lists as nodes of types that have room for more elements.
-12. `arity`: Cells that take lists of any length: one type for many lengths.
-13. `shared_values`: Values that do not depend on the instance, and how they are computed before
+12. `padded_calls`: Nodes with lists as nodes of types that have room for more elements.
+13. `arity`: Cells that take lists of any length: one type for many lengths.
+14. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
-14. `shared_operands`: Shared arrays that cells get in place of values.
-15. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
+15. `shared_operands`: Shared arrays that cells get in place of values.
+16. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
    a context.
-16. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
+17. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
    enough.
-17. `custom_rules`: Functions with a derivative rule of their own, as programs.
-18. `rules_in_cells`: Functions with derivative rules made inside of a cell, of values of the cell.
-19. `registry`: Types, shared values and calls seen while recording, interned.
-20. `failures`: What errors of users' functions say besides what JAX says: where they
+18. `custom_rules`: Functions with a derivative rule of their own, as programs.
+19. `rules_in_cells`: Functions with derivative rules made inside of a cell, of values of the cell.
+20. `registry`: Types, shared values and calls seen while recording, interned.
+21. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
-21. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-22. `operators`: Indexing symbols, and Python's operators on them.
-23. `fast_path`: Recording calls of cells the second time: by a short description of their
+22. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+23. `operators`: Indexing symbols, and Python's operators on them.
+24. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
-24. `slow_path`: Recording calls of cells the first time, and those without a short description.
-25. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
+25. `slow_path`: Recording calls of cells the first time, and those without a short description.
+26. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
    `jnp.zeros(8)`.
-26. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-27. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-28. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+27. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+28. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+29. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-29. `recorder`: A recorder of what a function does to symbolic values.
-30. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-31. `thread_settings`: The settings of a thread, for work that goes on in another one.
-32. `deep`: Recursion deeper than Python's limit.
-33. `trace`: Recording a minibatch: every instance of it as a graph.
-34. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+30. `recorder`: A recorder of what a function does to symbolic values.
+31. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+32. `thread_settings`: The settings of a thread, for work that goes on in another one.
+33. `deep`: Recursion deeper than Python's limit.
+34. `trace`: Recording a minibatch: every instance of it as a graph.
+35. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-35. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-36. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+36. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+37. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-37. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+38. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-38. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+39. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-39. `granularity.fuse`: Finding cells without marks: operations that always run together become
+40. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-40. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+41. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-41. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+42. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-42. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-43. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+43. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+44. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-44. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-45. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+45. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+46. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """

@@ -12,11 +12,10 @@ hold.
 import contextlib
 import enum
 import functools
-import inspect
 import itertools
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -269,51 +268,6 @@ def _is_assigned(cell: types.CellType) -> bool:
 
 
 OPERAND = object()  # stands for what a function takes as an operand
-
-ASKING = frozenset({"isinstance", "issubclass", "type", "hasattr", "getattr", "callable"})
-
-
-def asks_for_types(fn: object, args: Sequence[object]) -> bool:
-    """Returns whether a function may do something else with a number than with an operand.
-
-    It, one that it holds, or a global one of the user that it calls, asks for the types of values,
-    or catches errors; or a method of an object that is among these or the arguments may do so.
-    """
-    met: set[int] = set()
-    waiting: list[Any] = [fn, *args]
-    while waiting:
-        given = waiting.pop()
-        waiting += methods_of(given.__class__)
-        for x, parts in _functions_in(given).values():
-            if id(x) in met:
-                continue
-            met.add(id(x))
-            if type(x) is types.MethodType:
-                parts = [x.__self__]
-            waiting += [m for part in parts for m in methods_of(part.__class__)]
-            if type(x) is not types.FunctionType:
-                continue
-            names = code_names(x.__code__)
-            if not ASKING.isdisjoint(names) or catches_errors(x.__code__):
-                return True
-            found = [x.__globals__[name] for name in names & x.__globals__.keys()]
-            used = [inspect.unwrap(f) if callable(f) else f for f in found]
-            waiting += [f for f in used if not is_installed(getattr(f, "__module__", None) or "")]
-    return False
-
-
-@functools.lru_cache(maxsize=4096)
-def methods_of(kind: type) -> tuple[types.FunctionType, ...]:
-    """The functions in a class of the user and in those that it inherits from."""
-    own = (vars(k) for k in kind.__mro__ if not is_installed(k.__module__))
-    return tuple(f for names in own for f in names.values() if type(f) is types.FunctionType)
-
-
-@functools.lru_cache(maxsize=4096)
-def catches_errors(code: types.CodeType) -> bool:
-    """Returns whether code has a `try` statement, or a `with` statement, or code in it does."""
-    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return bool(code.co_exceptiontable) or any(map(catches_errors, inner))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -77,6 +77,7 @@ class Lifting:
         self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
         self._compared: dict[Hashable, None] = Memory(MAX_OPERATIONS)
         self._apart: dict[int, set[tuple]] = Memory(MAX_OPERATIONS)
+        self._asks: dict[int, bool] = Memory(MAX_OPERATIONS)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -91,19 +92,27 @@ class Lifting:
         self.num_lifted += len(numbers_met.varying) - before
         return numbers_met.varying
 
-    def is_new(self, call_spec: int, numbers: Sequence[Number], asks: bool) -> bool:
+    def note_asking(self, call_spec: int, asks: bool) -> None:
+        """Notes whether Python asks what numbers are in calls of this id (see `asking`)."""
+        self._asks[call_spec] = asks
+
+    def asks(self, call_spec: int) -> bool:
+        """Returns whether Python asks what numbers are in calls of this id, or may."""
+        return self._asks.get(call_spec, True)
+
+    def is_new(self, call_spec: int, numbers: Sequence[Number]) -> bool:
         """Returns whether calls of this id have not been compared with those that hold numbers.
 
-        Numbers count as known if each had that sign before, and about that magnitude; where the
-        function `asks_for_types`, if all had these values.
+        Numbers count as known if each had that sign before, and about that magnitude; where Python
+        asks what they are, if all had these values.
         """
-        known_by = self._known_by(call_spec, numbers, asks)
+        known_by = self._known_by(call_spec, numbers)
         is_compared = all(key in self._compared for key in known_by)
         return not is_compared and not self.is_apart(call_spec, numbers)
 
-    def note_compared(self, call_spec: int, numbers: Sequence[Number], asks: bool) -> None:
+    def note_compared(self, call_spec: int, numbers: Sequence[Number]) -> None:
         """Notes that calls of this id compute the same with numbers as operands."""
-        self._compared.update(dict.fromkeys(self._known_by(call_spec, numbers, asks)))
+        self._compared.update(dict.fromkeys(self._known_by(call_spec, numbers)))
 
     def is_apart(self, call_spec: int, numbers: Sequence[Number]) -> bool:
         """Returns whether calls of this id have these numbers as constants (see `sets_apart`)."""
@@ -119,8 +128,10 @@ class Lifting:
             apart.add(_exactly(numbers))
         return _exactly(numbers) in apart
 
-    def _known_by(self, call_spec: int, numbers: Sequence[Number], asks: bool) -> list[Hashable]:
-        return [(call_spec, _exactly(numbers))] if asks else _ranges(call_spec, numbers)
+    def _known_by(self, call_spec: int, numbers: Sequence[Number]) -> list[Hashable]:
+        if self.asks(call_spec):
+            return [(call_spec, _exactly(numbers))]
+        return _ranges(call_spec, numbers)
 
     def fix(self, skeleton: Hashable) -> None:
         """Makes the operands of an operation part of its type: integers first, then all of them.

@@ -5,6 +5,7 @@ not, and so are symbolic values that the function holds, and numbers that differ
 (see `closures`, `lifting`). Everything else is part of the type.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,10 +21,10 @@ from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import tree_key, typed_or_same
 from jedbatch._jaxpr.numbers import Number, is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
+from jedbatch._record.asking import noting_whether_it_asks
 from jedbatch._record.cell import Cell, pause, spelled, static_options
 from jedbatch._record.closures import (
     OPERAND,
-    asks_for_types,
     function_identity,
     held_functions,
     held_values,
@@ -57,9 +58,8 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
                 or _reads_no_number(recorder, cell, args, static, lifted, recorded[0])
             ):
                 break
-            numbers = list(lifted.values())
-            asks = asks_for_types(cell.fn, args)
-            if asks and registry.lifting.sets_apart(recorded[0].id, numbers):
+            lifting, id = registry.lifting, recorded[0].id
+            if lifting.asks(id) and lifting.sets_apart(id, list(lifted.values())):
                 recorded = recorder.cell_call_spec(cell, args, static)
                 break
         registry.lifting.fix(skeleton)  # Python reads a number
@@ -94,8 +94,7 @@ def _reads_no_number(
     often, so calls are compared for each of them; and for each number where code asks for types.
     """
     registry, numbers = recorder.registry, list(lifted.values())
-    asks = asks_for_types(cell.fn, args)
-    if not registry.lifting.is_new(call_spec.id, numbers, asks):
+    if not registry.lifting.is_new(call_spec.id, numbers):
         return not registry.lifting.is_apart(call_spec.id, numbers)
     constant = _prepared(recorder, cell, args, static, {})
     assert constant is not None
@@ -107,7 +106,7 @@ def _reads_no_number(
             numbers, program, other, registry.keys.params_key
         )
     if same:
-        registry.lifting.note_compared(call_spec.id, numbers, asks)
+        registry.lifting.note_compared(call_spec.id, numbers)
     return same
 
 
@@ -127,6 +126,7 @@ class PreparedCall(NamedTuple):
       options: the keyword arguments, as part of the key.
       slots: the kind of each leaf of the arguments.
       holds_operands: whether operands are among what the function holds.
+      asked: whether Python asked what numbers are that are operands, each time it was traced.
     """
 
     key: tuple
@@ -137,6 +137,7 @@ class PreparedCall(NamedTuple):
     options: Hashable
     slots: list[Hashable]
     holds_operands: bool
+    asked: list[bool]
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -169,14 +170,16 @@ def _prepared(
     if recorder.grouping is None:
         _make_values(recorder, (identity, options, tree_key(tree)), leaves, tree)
     slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
+    asked: list[bool] = []
 
     def call(shared_values, operand_values):
         sources = {"shared": iter(shared_values), "value": iter(operand_values)}
         constants = iter(fixed)
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
         args, values = jax.tree.unflatten(tree, filled)
+        watched = noting_whether_it_asks(asked) if lifted else contextlib.nullcontext()
         try:
-            with rules_as_programs(recorder.registry):
+            with rules_as_programs(recorder.registry), watched:
                 return with_held_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
         except Exception as error:
             note_call(error, cell.name, fn, args, static)
@@ -184,7 +187,7 @@ def _prepared(
 
     key = ("cell", identity, options, tree_key(tree), tuple(slots))
     holds = bool(captured)
-    return PreparedCall(key, call, tuple(shared), operands, identity, options, slots, holds)
+    return PreparedCall(key, call, tuple(shared), operands, identity, options, slots, holds, asked)
 
 
 def cell_call_spec(
@@ -224,6 +227,8 @@ def cell_call_spec(
             "keyword: keyword arguments are static."
         )
         raise
+    if found.asked:
+        recorder.registry.lifting.note_asking(call_spec.id, any(found.asked))
     is_new = call_spec.node_type >= num_types
     recorder.caching &= call_spec.id not in recorder.registry.hidden.arrays
     if hasattr(fn, "__code__") and is_new:

@@ -1,5 +1,6 @@
 """Numbers in the bodies of operations and in what cells hold: data, not types."""
 
+import cProfile
 import functools
 import itertools
 
@@ -311,7 +312,36 @@ class Schedule:
         return 7.0 if isinstance(t, float) and t == 0.5 else t
 
 
+class Rate:
+    """An object that a cell makes of a number, and asks."""
+
+    def __init__(self, t):
+        self.t = t
+
+    @property
+    def value(self):
+        return 7.0 if isinstance(self.t, float) and self.t == 0.5 else self.t
+
+
+@functools.singledispatch
+def rate(t):
+    return t
+
+
+@rate.register
+def _(t: float):
+    return 7.0 if t == 0.5 else t
+
+
+def matched(t):
+    match t:
+        case float() if t == 0.5:
+            return 7.0
+    return t
+
+
 schedule = Schedule()
+RATES = {"matched": matched}
 
 
 def held(t, y):
@@ -325,6 +355,10 @@ def held(t, y):
         lambda t, y: lambda y: y * (7 if isinstance(t, float) and t == 0.5 else t),
         lambda t, y: lambda y: y * schedule.rate(t),
         held,
+        lambda t, y: lambda y: y * Rate(t).value,
+        lambda t, y: lambda y: y * rate(t),
+        lambda t, y: lambda y: y * RATES["matched"](t),
+        lambda t, y: lambda y: y * {"0.5": 7.0}.get(f"{t}", t),
     ],
 )
 def test_numbers_decided_on_after_many_others(scaled):
@@ -341,6 +375,15 @@ def test_numbers_decided_on_after_many_others(scaled):
         np.testing.assert_allclose(found, [fn(W, (x, t)) for t in numbers], rtol=1e-5)
     many = [(x, k / 2) for k in range(40)]
     assert len(set(batched.plan(W, many, gradient=False).graph.node_type.tolist())) == 2
+
+
+def test_numbers_decided_on_under_a_profiler():
+    """Calls are not looked at then, and numbers are compared one by one."""
+    batched = jedbatch.batch(lambda _, t: jedbatch.cell(lambda: jnp.float32(matched(t)))())
+    profiler = cProfile.Profile()
+    for numbers in ([k + 0.25 for k in range(20)], [3.25, 0.5, 0.75]):
+        found = profiler.runcall(batched, W, numbers)
+        np.testing.assert_allclose(found, list(map(matched, numbers)), rtol=1e-5)
 
 
 def test_errors_of_cells_are_theirs():

@@ -1,0 +1,80 @@
+"""Whether Python asks what a number is, which is an operand while a cell is traced.
+
+Code that decides on the value of an operand is an error of JAX. Code that asks for its type, as in
+`isinstance(t, float) and t == 0.5`, is none, but does something else than with a number. So what
+runs while a cell is traced is looked at, wherever it comes from: functions, methods, properties.
+"""
+
+import contextlib
+import dis
+import functools
+import sys
+import types
+from collections.abc import Iterator
+
+from jax.core import Tracer
+
+from jedbatch._record.closures import code_names, is_installed
+
+ASKING = frozenset(
+    {
+        "__class__",
+        "callable",
+        "getattr",
+        "hasattr",
+        "iscomplexobj",
+        "isinstance",
+        "isrealobj",
+        "isscalar",
+        "issubclass",
+        "type",
+    }
+)
+
+
+@contextlib.contextmanager
+def noting_whether_it_asks(found: list[bool]) -> Iterator[None]:
+    """Adds to a list at the end whether Python code of the user inside asked, or may have.
+
+    It may have where a profiler is at work, which takes the place that this needs.
+    """
+    if sys.getprofile() is not None:
+        yield
+        found.append(True)
+        return
+    asked = False
+
+    def note(frame: types.FrameType, event: str, _: object) -> None:
+        nonlocal asked
+        asked = asked or (event == "call" and _asks(frame))
+
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+        found.append(asked)
+
+
+def _asks(frame: types.FrameType) -> bool:
+    """Returns whether a call that begins may ask what an operand is: its type, or how it is spelt.
+
+    Code that catches errors may, too: those of deciding on a value.
+    """
+    code, module = frame.f_code, frame.f_globals.get("__name__", "")
+    if code.co_name == "__repr__":
+        return isinstance(frame.f_locals.get("self"), Tracer)
+    if not is_installed(module):
+        return _may_ask(code)
+    if module == "functools" and "singledispatch" in code.co_qualname and frame.f_back is not None:
+        return not is_installed(frame.f_back.f_globals.get("__name__", ""))
+    return False
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_ask(code: types.CodeType) -> bool:
+    """Returns whether code, or code of functions that are made in it, asks or catches errors."""
+    names_classes = dis.opmap["MATCH_CLASS"] in code.co_code[::2]  # of a `case` statement
+    if names_classes or code.co_exceptiontable or not ASKING.isdisjoint(code_names(code)):
+        return True
+    return any(_may_ask(c) for c in code.co_consts if isinstance(c, types.CodeType))
