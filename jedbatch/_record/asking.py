@@ -62,8 +62,8 @@ def _asks(frame: types.FrameType) -> bool:
     Code that catches errors may, too: those of deciding on a value.
     """
     code, module = frame.f_code, frame.f_globals.get("__name__", "")
-    if code.co_name == "__repr__":
-        return isinstance(frame.f_locals.get("self"), Tracer)
+    if code.co_name == "__repr__" and isinstance(frame.f_locals.get("self"), Tracer):
+        return True
     if not is_installed(module):
         return _may_ask(code)
     if module == "functools" and "singledispatch" in code.co_qualname and frame.f_back is not None:

@@ -58,8 +58,8 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
                 or _reads_no_number(recorder, cell, args, static, lifted, recorded[0])
             ):
                 break
-            lifting, id = registry.lifting, recorded[0].id
-            if lifting.asks(id) and lifting.sets_apart(id, list(lifted.values())):
+            lifting, call = registry.lifting, recorded[0].id
+            if lifting.asks(call) and lifting.sets_apart(call, list(lifted.values())):
                 recorded = recorder.cell_call_spec(cell, args, static)
                 break
         registry.lifting.fix(skeleton)  # Python reads a number
