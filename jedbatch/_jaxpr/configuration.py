@@ -12,7 +12,13 @@ from jax.extend.core import take_current_trace
 with jax.ensure_compile_time_eval(), take_current_trace() as EAGER:
     pass  # what runs operations at once; a part of the keys of JAX's caches, so one for all
 
-CONFIGURATION = ("jax_enable_x64", "jax_default_matmul_precision", "jax_numpy_dtype_promotion")
+CONFIGURATION = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
 
 
 _settings = operator.attrgetter(*CONFIGURATION)

@@ -1,6 +1,7 @@
 """What must be told apart: closures, buffers, rules, instances that are nearly equal."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 
@@ -457,6 +458,24 @@ def test_precision_is_part_of_what_is_remembered():
     batched(P, [1])
     with jax.enable_x64(True):
         assert_close(batched(P, [1, 2]), loop(fn, P, [1, 2]), 1e-6)
+
+
+@pytest.mark.parametrize("decides", [False, True], ids=["planned", "decides"])
+def test_how_random_numbers_are_made_is_part_of_what_is_remembered(decides):
+    @cell
+    def noise(x, seed):
+        return x + jax.random.normal(jax.random.key(seed), (3,))
+
+    def fn(p, seed):
+        x = noise(p["a"], seed)
+        return noise(x, seed) if not decides or x[0] > 1 else x
+
+    batched, seeds = jedbatch.batch(fn), [np.uint32(i) for i in range(4)]
+    other = not jax.config.jax_threefry_partitionable
+    settings = jax.default_prng_impl("rbg"), jax.threefry_partitionable(other)
+    for setting in (contextlib.nullcontext(), *settings, contextlib.nullcontext()):
+        with setting:
+            assert_close(batched(P, seeds), loop(fn, P, seeds), 1e-6)
 
 
 def test_repeated_work_on_shared_values_is_batched():
