@@ -1,5 +1,6 @@
 """Rounds: the nodes that are computed together while a function or a lazy scope goes on."""
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
@@ -80,13 +81,13 @@ class Rounds(tuple[Round, ...]):
     """
 
     lane_steps: LaneSteps | None = None
-    _forms: FormsOfTypes | None = None
+    _forms: Callable[[], FormsOfTypes | None] = staticmethod(lambda: None)
 
     @staticmethod
     def of(rounds: Iterable[Round], forms: FormsOfTypes) -> "Rounds":
-        """Returns rounds of types whose loops and branches run as `forms` says."""
+        """Returns rounds of types whose loops and branches run as a method `forms` says."""
         made = Rounds(rounds)
-        made._forms = forms
+        made._forms = weakref.WeakMethod(forms)  # or its programs would be kept with the rounds
         return made
 
     @property
@@ -94,10 +95,11 @@ class Rounds(tuple[Round, ...]):
         """How loops and branches that values decide on run, for types that have some.
 
         A program has one form for each number of nodes that it runs at a time. Those of another
-        call of the function may be among them.
+        call of the function may be among them. There are none once the function is gone, or has
+        forgotten its programs.
         """
-        types = {t for r in self for t, _, _ in r.ran}
-        return {} if self._forms is None else self._forms(types)
+        forms = self._forms()
+        return {} if forms is None else forms({t for r in self for t, _, _ in r.ran})
 
     def __str__(self) -> str:
         nodes, batches = sum(r.nodes for r in self), sum(r.batches for r in self)

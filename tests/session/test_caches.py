@@ -190,6 +190,18 @@ def test_clear():
     assert batched.compilations > before
 
 
+@pytest.mark.parametrize("decides", [False, True], ids=["planned", "decides"])
+def test_what_calls_say_holds_no_programs(decides):
+    batched = jedbatch.batch(lambda p, x: x * p[0] if not decides or x > 0 else x)
+    batched(P, [1.0, 2.0])
+    session, ran = weakref.ref(session_of(batched)), batched.last_rounds
+    assert str(ran)
+    batched.clear()
+    gc.collect()
+    assert session() is None
+    assert not ran.forms
+
+
 # --- minibatches that come again ---
 
 
