@@ -100,7 +100,7 @@ class Following:
                 self._note(layout, waiting, start, most, len(asked) - waiting, used)
             if not self._at:  # rounds are more alike without the ends of others
                 self._at, self._ends = self._ends, {}
-        self._workspace.makes_room, self._workspace.meanwhile = True, lambda: None
+        self._workspace.makes_room = True
 
     def _blocks(self) -> tuple[list[Guess], list[PathBlock]]:
         """Returns the guess of each instance, and as much of it as is worth running."""

@@ -10,9 +10,9 @@ from jedbatch._program.capacity import Capacity, round_up
 from jedbatch._program.signature import Signature
 
 CAPACITY_GROWTH = 4  # times the capacity that is needed when more is needed
-FIRST_BYTES = 1 << 22  # of results that a type may have from the start,
-FIRST_GROWTH = 64  # or as many times what the first round needs
-FEW_BYTES = 1 << 14  # of inputs of a kind that there is room for, or as many times what is needed
+FIRST_GROWTH = 64  # times what is needed that there is room for at first, but at most
+FIRST_BYTES = 1 << 22  # of results of a type, and
+FEW_BYTES = 1 << 14  # of inputs of a kind
 
 NO_CAPACITY = Capacity(
     {"lanes": {}, "widest": {}, "inputs": {}, "outputs": {}, "num_instructions": {None: 0}}

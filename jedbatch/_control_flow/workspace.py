@@ -69,7 +69,7 @@ class Workspace:
       signature: the program that they belong to.
       trial: runs the same on symbols, if plans are to be verified.
       makes_room: whether programs have room for steps that run ahead.
-      meanwhile: is called while a device computes values that are read.
+      meanwhile: is called, once, while a device computes values that are read.
     """
 
     def __init__(
@@ -536,7 +536,8 @@ class Workspace:
     def _returned(self, outputs: PyTree, kind: Kind) -> np.ndarray:
         """The rows that were returned from an arena; waits until they are computed."""
         assert self.signature is not None
-        self.meanwhile()
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None
+        meanwhile()
         return np.asarray(outputs[self.signature.arena_ids[kind]])
 
     # --- when all is computed ---

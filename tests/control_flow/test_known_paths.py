@@ -13,6 +13,7 @@ from cases.helpers import assert_close, loop
 import jedbatch
 from jedbatch._control_flow import known_paths
 from jedbatch._control_flow.known_paths import Guess, KnownPaths, PathSegment, Written
+from jedbatch._control_flow.workspace import Workspace
 from jedbatch._record.registry import Registry
 from jedbatch._support import native
 
@@ -207,6 +208,22 @@ def test_results_are_others_than_those_prepared():
             minibatch[place] = other
             assert_close(batched(W, minibatch), loop(turned, W, minibatch), 1e-5)
             assert_close(batched(W, alike), loop(turned, W, alike), 1e-5)
+
+
+def test_results_are_prepared_once(monkeypatch):
+    """Also where the last round reads bools and ints, which are of two arenas."""
+
+    def read(w, h):
+        h, place, is_positive = classify(w, h)
+        return h, int(place) if is_positive else 3
+
+    returned, results = [], Workspace.results
+    monkeypatch.setattr(Workspace, "results", lambda *x: returned.append(x) or results(*x))
+    batched, minibatch = jedbatch.batch(read), [np.full(3, s, np.float32) for s in (1, 2)]
+    for _ in range(5):
+        returned.clear()
+        assert_close(batched(W, minibatch), loop(read, W, minibatch), 1e-5)
+        assert len(returned) == 1
 
 
 def from_zeros(w, x):
