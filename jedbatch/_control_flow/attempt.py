@@ -469,7 +469,7 @@ class Attempt:
 
 
 class _Ending(NamedTuple):
-    """What comes last in a call.
+    """The end of a call.
 
     Attributes:
       of: the results of all instances.

@@ -162,7 +162,7 @@ class Following:
         return asked
 
     def _ends_of(self, blocks: Sequence[PathBlock]) -> dict[int, InstanceResult]:
-        """What instances return that are done at the end of their blocks."""
+        """Returns the results of the instances that are done at the end of their blocks."""
         last = [(i, block.path[-1]) for i, block in zip(self._at, blocks, strict=True)]
         return {i: self._result(i, segment) for i, segment in last if segment.asked is None}
 

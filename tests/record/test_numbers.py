@@ -303,7 +303,7 @@ def test_numbers_that_differ_more_later(scale):
 
 
 class Schedule:
-    """What cells of the user may hold: an object whose methods decide on a number."""
+    """An object that cells of the user may hold, whose methods decide on a number."""
 
     def rate(self, t):
         return self.warm(t) + 1
