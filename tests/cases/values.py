@@ -101,8 +101,8 @@ def adaptive_depth(num, seed):
     return fn, weights(seed, W=(H, H), halt=(H,)), list(instances)
 
 
-def greedy_decoding(num, seed):
-    """An encoder and a decoder that writes words until one of them ends the sentence."""
+def translation_cells():
+    """Cells that read a word, and that tell how likely each next one is."""
 
     @cell
     def gru(params, h, x):
@@ -114,6 +114,22 @@ def greedy_decoding(num, seed):
     def write(params, h, haste):
         scores = h @ params["scores"]
         return jax.nn.log_softmax(scores.at[END].add(haste))
+
+    return gru, write
+
+
+def sources(num, seed):
+    """(parameters, sentences with the lengths at which their translations make haste to end)."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(1, 7, num).tolist()
+    instances = [(tuple(rng.integers(1, WORDS, n).tolist()), int(rng.integers(8))) for n in lengths]
+    shapes = {"E": (WORDS, H), "gates": (2 * H, 2 * H), "new": (2 * H, H), "scores": (H, WORDS)}
+    return weights(seed, **shapes), instances
+
+
+def greedy_decoding(num, seed):
+    """An encoder and a decoder that writes words until one of them ends the sentence."""
+    gru, write = translation_cells()
 
     def fn(params, instance):
         source, length = instance
@@ -129,11 +145,33 @@ def greedy_decoding(num, seed):
             written += 1
         return total, written
 
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(1, 7, num).tolist()
-    instances = [(tuple(rng.integers(1, WORDS, n).tolist()), int(rng.integers(8))) for n in lengths]
-    shapes = {"E": (WORDS, H), "gates": (2 * H, 2 * H), "new": (2 * H, H), "scores": (H, WORDS)}
-    return fn, weights(seed, **shapes), instances
+    return fn, *sources(num, seed)
+
+
+def beam_decoding(num, seed):
+    """The same with a beam: in each step the two best translations so far are gone on with."""
+    gru, write = translation_cells()
+
+    def fn(params, instance):
+        source, length = instance
+        h = jnp.zeros(H)
+        for word in source:
+            h = gru(params, h, params["E"][word])
+        beam = [(0.0, (1,), h)]
+        while any(words[-1] != END for _, words, _ in beam) and len(beam[0][1]) < 7:
+            found = []
+            for total, words, h in beam:
+                if words[-1] == END:
+                    found.append((total, words, h))
+                    continue
+                state = gru(params, h, params["E"][words[-1]])
+                scores = write(params, state, 1.5 * (len(words) - 1 - length))
+                best, tokens = jax.lax.top_k(scores, 2)
+                found += [(total + best[k], (*words, int(tokens[k])), state) for k in range(2)]
+            beam = sorted(found, key=lambda x: -float(jax.lax.stop_gradient(x[0])))[:2]
+        return beam[0][0], len(beam[0][1])
+
+    return fn, *sources(num, seed)
 
 
 def newton(num, seed):
@@ -418,6 +456,7 @@ VALUES = [
     data_dependent_recursion,
     adaptive_depth,
     greedy_decoding,
+    beam_decoding,
     newton,
     no_u_turn,
     mixture_of_experts,
