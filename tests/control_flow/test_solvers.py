@@ -164,3 +164,41 @@ def test_solvers_of_any_number_of_instances_compile_once(fn):
     with compilations() as compiled:
         batched(PARAMS, systems[:7])
     assert not compiled
+
+
+def beam_search(params, source):
+    """The words of the best translation, of up to 9, and how likely they are: a beam of 3."""
+    h = lax.scan(lambda h, x: (jnp.tanh(x + h @ params["w"]), None), jnp.zeros(4), source)[0]
+
+    def goes_on(carry):
+        words, n, *_ = carry
+        return (n < 9) & (words[0, jnp.maximum(n - 1, 0)] != 0)
+
+    def step(carry):
+        words, n, total, h = carry
+        is_done = (n > 0) & (words[:, jnp.maximum(n - 1, 0)] == 0)
+        after = jnp.tanh(params["words"][words[:, jnp.maximum(n - 1, 0)]] + h @ params["w"])
+        h = jnp.where(is_done[:, None], h, after)
+        scores = h @ params["words"].T
+        scores = jax.nn.log_softmax(scores.at[:, 0].add(n * jnp.abs(source[0, 0])))
+        only_end = jnp.where(jnp.arange(6) == 0, 0.0, -jnp.inf)
+        scores = total[:, None] + jnp.where(is_done[:, None], only_end, scores)
+        total, best = lax.top_k(scores.ravel(), 3)
+        before, word = best // 6, best % 6
+        return words[before].at[:, n].set(word), n + 1, total, h[before]
+
+    total = jnp.array([0.0, -jnp.inf, -jnp.inf])  # all begin alike
+    start = jnp.full((3, 9), 5), 0, total, jnp.broadcast_to(h, (3, 4))
+    words, n, total, _ = lax.while_loop(goes_on, step, start)
+    return words[0], n, total[0]
+
+
+@pytest.mark.parametrize("mode", ["auto", "lanes"])
+def test_beam_search_in_a_loop(mode):
+    rng = np.random.default_rng(1)
+    params = PARAMS | {"words": jnp.asarray(rng.normal(size=(6, 4)), jnp.float32)}
+    sources = [rng.normal(size=(n, 4)).astype(np.float32) for n in (1, 3, 2, 5, 1, 4, 2, 3)]
+    batched, run = jedbatch.batch(beam_search, control_flow=mode), jax.jit(beam_search)
+    theirs = [run(params, x) for x in sources]
+    assert len({int(n) for _, n, _ in theirs}) > 2
+    assert_close(batched(params, sources), jax.tree.map(lambda *xs: jnp.stack(xs), *theirs), 1e-5)
