@@ -27,9 +27,12 @@ ASKING = frozenset(
         "isrealobj",
         "isscalar",
         "issubclass",
+        "suppress",  # errors, see below
         "type",
     }
 )
+
+CAUGHT, LEFT_BY_ERROR = dis.opmap["PUSH_EXC_INFO"], dis.opmap["WITH_EXCEPT_START"]
 
 
 @contextlib.contextmanager
@@ -59,7 +62,8 @@ def noting_whether_it_asks(found: list[bool]) -> Iterator[None]:
 def _asks(frame: types.FrameType) -> bool:
     """Returns whether a call that begins may ask what an operand is: its type, or how it is spelt.
 
-    Code that catches errors may, too: those of deciding on a value.
+    Code that catches errors may, too: those of deciding on a value. So may the end of a `with`
+    statement, where it is the user's own.
     """
     code, module = frame.f_code, frame.f_globals.get("__name__", "")
     if code.co_name == "__repr__" and isinstance(frame.f_locals.get("self"), Tracer):
@@ -74,7 +78,13 @@ def _asks(frame: types.FrameType) -> bool:
 @functools.lru_cache(maxsize=4096)
 def _may_ask(code: types.CodeType) -> bool:
     """Returns whether code, or code of functions that are made in it, asks or catches errors."""
-    names_classes = dis.opmap["MATCH_CLASS"] in code.co_code[::2]  # of a `case` statement
-    if names_classes or code.co_exceptiontable or not ASKING.isdisjoint(code_names(code)):
+    operations = code.co_code[::2]
+    names_classes = dis.opmap["MATCH_CLASS"] in operations  # of a `case` statement
+    # A `with` statement hands errors on, and in Python 3.12 list comprehensions do.
+    pairs = zip(operations, operations[1:], strict=False)
+    catches = any(a == CAUGHT and b != LEFT_BY_ERROR for a, b in pairs)
+    if names_classes or catches or code.co_name == "__exit__":
+        return True
+    if not ASKING.isdisjoint(code_names(code)):
         return True
     return any(_may_ask(c) for c in code.co_consts if isinstance(c, types.CodeType))

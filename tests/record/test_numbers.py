@@ -1,5 +1,6 @@
 """Numbers in the bodies of operations and in what cells hold: data, not types."""
 
+import contextlib
 import cProfile
 import functools
 import itertools
@@ -12,6 +13,7 @@ from cases.helpers import check, mostly_slow
 
 import jedbatch
 from jedbatch._jaxpr.numbers import numbers_of, with_numbers
+from jedbatch._record.registry import Registry
 
 pytestmark = pytest.mark.unoptimized
 
@@ -349,9 +351,36 @@ def held(t, y):
     return lambda y: y * me.rate(t)
 
 
+class Anyway:
+    """A `with` statement that goes on after any error."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return True
+
+
+def compared_in(context):
+    """A cell that compares a number in a `with` statement, which goes on if it cannot."""
+
+    def scaled(t, y):
+        def of(y):
+            rate = t
+            with context():
+                rate = 7.0 if t == 0.5 else t
+            return y * rate
+
+        return of
+
+    return scaled
+
+
 @pytest.mark.parametrize(
     "scaled",
     [
+        compared_in(lambda: contextlib.suppress(TypeError)),
+        compared_in(Anyway),
         lambda t, y: lambda y: y * (7 if isinstance(t, float) and t == 0.5 else t),
         lambda t, y: lambda y: y * schedule.rate(t),
         held,
@@ -375,6 +404,38 @@ def test_numbers_decided_on_after_many_others(scaled):
         np.testing.assert_allclose(found, [fn(W, (x, t)) for t in numbers], rtol=1e-5)
     many = [(x, k / 2) for k in range(40)]
     assert len(set(batched.plan(W, many, gradient=False).graph.node_type.tolist())) == 2
+
+
+def listed(x, t):
+    return sum([x * t * k for k in (1.0, 2.0)])
+
+
+def generated(x, t):
+    return sum(x * t * k for k in (1.0, 2.0))
+
+
+def in_scope(x, t):
+    with jax.named_scope("scale"):
+        return x * t
+
+
+@pytest.mark.parametrize("scaled", [listed, generated, in_scope])
+def test_numbers_that_nothing_asks_for_are_not_compared_one_by_one(scaled, monkeypatch):
+    traced, trace = [], Registry.trace
+    counting = lambda *args, **named: (traced.append(args), trace(*args, **named))[1]  # noqa: E731
+    monkeypatch.setattr(Registry, "trace", counting)
+
+    def fn(_, i):
+        x, t = i
+        return jedbatch.cell(lambda x: scaled(x, t))(x)
+
+    batched = jedbatch.batch(fn)
+    x = np.ones(2, np.float32)
+    batched.plan(W, [(x, 1 + k / 64) for k in range(20)])
+    before = len(traced)
+    assert before > 0
+    batched.plan(W, [(x, 1 + k / 50) for k in range(1, 40)])
+    assert len(traced) == before
 
 
 def test_numbers_decided_on_under_a_profiler():
