@@ -118,6 +118,14 @@ def translation_cells():
     return gru, write
 
 
+def encoded(gru, params, source):
+    """The state after all words of a sentence."""
+    h = jnp.zeros(H)
+    for word in source:
+        h = gru(params, h, params["E"][word])
+    return h
+
+
 def sources(num, seed):
     """(parameters, sentences with the lengths at which their translations make haste to end)."""
     rng = np.random.default_rng(seed)
@@ -133,9 +141,7 @@ def greedy_decoding(num, seed):
 
     def fn(params, instance):
         source, length = instance
-        h = jnp.zeros(H)
-        for word in source:
-            h = gru(params, h, params["E"][word])
+        h = encoded(gru, params, source)
         token, total, written = 1, 0.0, 0
         while token != END and written < 9:
             h = gru(params, h, params["E"][token])
@@ -154,9 +160,7 @@ def beam_decoding(num, seed):
 
     def fn(params, instance):
         source, length = instance
-        h = jnp.zeros(H)
-        for word in source:
-            h = gru(params, h, params["E"][word])
+        h = encoded(gru, params, source)
         beam = [(0.0, (1,), h)]
         while any(words[-1] != END for _, words, _ in beam) and len(beam[0][1]) < 7:
             found = []

@@ -148,19 +148,24 @@ def test_python_does_not_run_where_jax_or_numpy_brings_numbers():
     assert not ran
 
 
+def check_known(batched, fn, ran, minibatch):
+    """Python runs no more for a minibatch, and from the second call on nothing is compiled."""
+    ran.clear()
+    batched(W, minibatch)
+    assert not ran
+    compilations = batched.compilations
+    assert_close(batched(W, minibatch), loop(fn, W, minibatch), 1e-5)
+    assert batched.compilations == compilations
+
+
 def test_learned_from_the_first_call_on():
     """Python runs in two calls, and the larger rounds are compiled in the third."""
     fn, ran = counted(settle)
     batched = jedbatch.batch(fn)
     for seed in range(2):
         batched(W, instances_of(seed))
-    ran.clear()
     minibatch = [instances_of(0)[k] for k in (0, 2, 4, 1, 3, 5)]  # each has its path in call 0
-    batched(W, minibatch)
-    assert not ran
-    compilations = batched.compilations
-    assert_close(batched(W, minibatch), loop(settle, W, minibatch), 1e-5)
-    assert batched.compilations == compilations
+    check_known(batched, settle, ran, minibatch)
 
 
 def parts(w, x):
@@ -176,12 +181,7 @@ def test_places_of_parts_are_numbers_from_the_first_on():
     batched = jedbatch.batch(fn)
     minibatch = [x["start"] for x in instances_of(1, 8)]
     called(batched, W, minibatch, 2)
-    ran.clear()
-    batched(W, minibatch)
-    assert not ran
-    compilations = batched.compilations
-    assert_close(batched(W, minibatch), loop(parts, W, minibatch), 1e-5)
-    assert batched.compilations == compilations
+    check_known(batched, parts, ran, minibatch)
 
 
 def turned(w, x):
