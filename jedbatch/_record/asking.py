@@ -8,6 +8,7 @@ runs while a cell is traced is looked at, wherever it comes from: functions, met
 import contextlib
 import dis
 import functools
+import itertools
 import sys
 import types
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ def _may_ask(code: types.CodeType) -> bool:
     operations = code.co_code[::2]
     names_classes = dis.opmap["MATCH_CLASS"] in operations  # of a `case` statement
     # A `with` statement hands errors on, and in Python 3.12 list comprehensions do.
-    pairs = zip(operations, operations[1:], strict=False)
+    pairs = itertools.pairwise(operations)
     catches = any(a == CAUGHT and b != LEFT_BY_ERROR for a, b in pairs)
     if names_classes or catches or code.co_name == "__exit__":
         return True
