@@ -6,9 +6,10 @@ again. So where it finds something we look who holds the values, from holder to 
 to caches and to installed packages only is none.
 """
 
+import contextlib
 import gc
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.core import Tracer
@@ -19,6 +20,24 @@ from jedbatch._support.types import Leaf
 
 CACHES = ("WeakrefLRUCache", "_lru_cache_wrapper")
 CONTAINERS = (list, dict, tuple, set)
+FROZEN_BY_PYTHON = 1000  # objects at most: 3.12 freezes some hundred as it starts
+
+
+@contextlib.contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """Within it the collector of garbage looks at what is made there, and at nothing older.
+
+    `jax.checking_leaks` collects all of Python's garbage up to once a trace, a tenth of a second
+    where a program holds a million objects. What the caller has frozen stays frozen.
+    """
+    if gc.get_freeze_count() > FROZEN_BY_PYTHON:
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def live_tracers() -> list[Any]:

@@ -36,7 +36,7 @@ from jedbatch._record.arity import Arities
 from jedbatch._record.cell import pause
 from jedbatch._record.custom_rules import CustomFunctions
 from jedbatch._record.environment import AccessPath, Reached
-from jedbatch._record.escapes import is_kept, live_tracers
+from jedbatch._record.escapes import is_kept, live_tracers, only_new_garbage
 from jedbatch._record.hidden import Hidden, by_class
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.keys import Keys
@@ -457,7 +457,7 @@ class Registry:
     def _traced_alone(self, name: str, traced: Callable) -> Any:
         """Returns the jaxpr of user code, or raises an error if it keeps a traced value."""
         try:
-            with jax.checking_leaks():
+            with only_new_garbage(), jax.checking_leaks():
                 return traced()
         except Exception as error:
             # JAX's search for who keeps a value fails itself with some holders.

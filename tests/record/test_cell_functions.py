@@ -382,6 +382,35 @@ def test_symbols_kept_where_cells_reach_them_are_collected(cell, has_rounds):
     assert [ref() for ref in refs] == [None] * len(refs)
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
+def test_tracing_collects_no_older_garbage(frozen):
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    @jedbatch.cell
+    def in_a_cycle(params, x):
+        cycle = [params["w"] * x]
+        cycle.append(cycle)  # holds what is traced until it is collected, which is no escape
+        return cycle[0]
+
+    gc.unfreeze()
+    older = weakref.ref(Cycle())
+    if frozen:
+        gc.freeze()
+    count = gc.get_freeze_count()
+    try:
+        got = jedbatch.batch(in_a_cycle)(P, [1.0, 2.0])
+        assert older() is not None
+        assert (gc.get_freeze_count() > 1000) == frozen == (count > 1000)
+    finally:
+        gc.unfreeze()
+        gc.collect()
+        assert older() is None
+        gc.freeze()  # as for all tests of a module
+    np.testing.assert_allclose(got, [P["w"], 2 * P["w"]])
+
+
 def test_compiled_cells_are_collected():
     if native.core() is None:
         pytest.skip("no compiled core")
