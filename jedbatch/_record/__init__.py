@@ -28,46 +28,48 @@ Read in this order:
    a context.
 17. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
    enough.
-18. `custom_rules`: Functions with a derivative rule of their own, as programs.
-19. `rules_in_cells`: Functions with derivative rules made inside of a cell, of values of the cell.
-20. `registry`: Types, shared values and calls seen while recording, interned.
-21. `failures`: What errors of users' functions say besides what JAX says: where they
+18. `rule_programs`: Functions with a derivative rule of their own, traced: the function and its
+   rule as programs.
+19. `custom_rules`: Functions with a derivative rule of their own, as programs.
+20. `rules_in_cells`: Functions with derivative rules made inside of a cell, of values of the cell.
+21. `registry`: Types, shared values and calls seen while recording, interned.
+22. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
-22. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-23. `operators`: Indexing symbols, and Python's operators on them.
-24. `fast_path`: Recording calls of cells the second time: by a short description of their
+23. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+24. `operators`: Indexing symbols, and Python's operators on them.
+25. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
-25. `slow_path`: Recording calls of cells the first time, and those without a short description.
-26. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
+26. `slow_path`: Recording calls of cells the first time, and those without a short description.
+27. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
    `jnp.zeros(8)`.
-27. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-28. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-29. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+28. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+29. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+30. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-30. `recorder`: A recorder of what a function does to symbolic values.
-31. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-32. `thread_settings`: The settings of a thread, for work that goes on in another one.
-33. `deep`: Recursion deeper than Python's limit.
-34. `trace`: Recording a minibatch: every instance of it as a graph.
-35. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+31. `recorder`: A recorder of what a function does to symbolic values.
+32. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+33. `thread_settings`: The settings of a thread, for work that goes on in another one.
+34. `deep`: Recursion deeper than Python's limit.
+35. `trace`: Recording a minibatch: every instance of it as a graph.
+36. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-36. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-37. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+37. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+38. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-38. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+39. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-39. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+40. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-40. `granularity.fuse`: Finding cells without marks: operations that always run together become
+41. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-41. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+42. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-42. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+43. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-43. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-44. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+44. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+45. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-45. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-46. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+46. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+47. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """

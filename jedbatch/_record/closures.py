@@ -9,6 +9,7 @@ closes over, its defaults, the arguments of a `functools.partial`, and what func
 hold.
 """
 
+import abc
 import contextlib
 import enum
 import functools
@@ -74,6 +75,14 @@ def free_values(fn: object) -> tuple[Any, ...]:
     return tuple(values)
 
 
+class Part(abc.ABC):
+    """A part of our own functions that says itself what tells it apart."""
+
+    @abc.abstractmethod
+    def identity(self, program_key: Callable[[Any], Hashable]) -> Hashable:
+        """Returns what is equal for parts that are equal, given that of programs."""
+
+
 def function_identity(
     fn: object,
     ways: Mapping[int, Hashable] = types.MappingProxyType({}),
@@ -119,6 +128,8 @@ def _identity(
         return Same(value)
     if is_program(value):
         return program_key(value)
+    if isinstance(value, Part):
+        return value.identity(program_key)
     if isinstance(value, functools.partial):
         named = (*sorted(value.keywords.items()), *_attributes(value))
         return "partial", *each((value.func, *value.args, *named))

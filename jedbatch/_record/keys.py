@@ -70,12 +70,18 @@ class Keys:
         """
         key = [function_identity(fun, self.reached, self.jaxpr_key)]
         for rule in rules:
-            key.append(function_identity(rule, program_key=self.jaxpr_key))
-            own = getattr(rule, "f", rule)
-            if id(own) not in self._read_by:
-                self._read_by[id(own)] = Environment(own)
-            key.append(self._read_by[id(own)].written())
+            key += self._read_now(rule)
         return ("custom", *key)
+
+    def _read_now(self, rule: Any) -> tuple[Hashable, Hashable]:
+        """Returns the identity of a rule, and all that it reads now."""
+        own = getattr(rule, "f", rule)
+        identity = function_identity(rule, program_key=self.jaxpr_key)
+        if getattr(own, "__module__", None) == "jedbatch._record.rule_programs":
+            return identity, None  # it reads nothing but what it is made of
+        if id(own) not in self._read_by:
+            self._read_by[id(own)] = Environment(own)
+        return identity, self._read_by[id(own)].written()
 
     def programs_key(self, name: str, programs: Sequence[Any]) -> PrimitiveKey:
         """The key of an operation that is known by some programs."""
@@ -148,7 +154,11 @@ class Keys:
         try:
             program, consts, rest = traced_rule(name, params)
             written = [snapshot(x) if type(x) is np.ndarray else Same(x) for x in consts]
-            return others, self.jaxpr_key(program), *written, self.params_key(rest)
+            key = others, self.jaxpr_key(program), *written
+            if name != "custom_vjp_call":
+                return *key, self.params_key(rest)
+            # What goes on to the backward rule; that has not been traced.
+            return *key, self.params_key(params["out_trees"]()), *self._read_now(params["bwd"])
         except Exception:  # it may be an error to differentiate it at all
             return (self.params_key(params),)
         finally:

@@ -24,11 +24,11 @@ from jedbatch._record.custom_rules import (
     CustomFunctions,
     calling_with_forward_rule,
     calling_with_reverse,
-    custom_programs,
     note_run,
     reads_tracers_inside,
 )
 from jedbatch._record.keys import Keys
+from jedbatch._record.rule_programs import custom_programs
 from jedbatch._support.types import Leaf
 
 

@@ -207,9 +207,10 @@ MADE_IN = {
 }
 
 
+@pytest.mark.parametrize("make", [sine_over, sine_with_reverse], ids=["forward", "reverse"])
 @pytest.mark.parametrize("name", mostly_slow(MADE_IN, "loop", "branch"))
-def test_numbers_of_rules_that_are_made_in_bodies_are_data(name):
-    fn = lambda w, x: MADE_IN[name](lambda y: sine_over(x[1], y), x[0] @ w)  # noqa: E731
+def test_numbers_of_rules_that_are_made_in_bodies_are_data(name, make):
+    fn = lambda w, x: MADE_IN[name](lambda y: make(x[1], y), x[0] @ w)  # noqa: E731
     xs = [(INSTANCES[k % 3], 0.1 + k / 20) for k in range(16)]
     batched = jedbatch.batch(fn)
     met = [batched.plan(WEIGHT, part).graph.node_type for part in (xs[:8], xs[8:])]
@@ -217,7 +218,8 @@ def test_numbers_of_rules_that_are_made_in_bodies_are_data(name):
     loop = lambda w: sum(fn(w, x).sum() for x in xs)  # noqa: E731
     ours = lambda w: batched(w, xs).sum()  # noqa: E731
     assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
-    assert_close(jax.hessian(ours)(WEIGHT), jax.hessian(loop)(WEIGHT), 1e-4)
+    if make is sine_over:
+        assert_close(jax.hessian(ours)(WEIGHT), jax.hessian(loop)(WEIGHT), 1e-4)
 
 
 @pytest.mark.parametrize("make", [sine_over, sine_with_reverse], ids=["forward", "reverse"])
