@@ -29,38 +29,40 @@ Read in this order:
 18. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
 19. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-20. `list_expressions`: Expressions of programs of lists of any length.
-21. `rolling`: Programs of a list of values as programs of lists of any length.
-22. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+20. `list_order`: Operations along a list for which the order of its elements counts, where there
+   is room for more.
+21. `list_expressions`: Expressions of programs of lists of any length.
+22. `rolling`: Programs of a list of values as programs of lists of any length.
+23. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-23. `trip_counts`: Trip counts of loops, as far as their programs say.
-24. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+24. `trip_counts`: Trip counts of loops, as far as their programs say.
+25. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-25. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+26. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
-26. `registers`: Basic blocks, and the registers of values that live between them.
-27. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+27. `registers`: Basic blocks, and the registers of values that live between them.
+28. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-28. `program_counters`: A machine for lanes that are at different places of a program.
-29. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
+29. `program_counters`: A machine for lanes that are at different places of a program.
+30. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
    segments.
-30. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+31. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-31. `branch_residuals`: Residuals of branches, without those that are there anyway.
-32. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+32. `branch_residuals`: Residuals of branches, without those that are there anyway.
+33. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-33. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+34. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-34. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+35. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-35. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+36. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-36. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+37. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-37. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-38. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-39. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+38. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+39. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+40. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-40. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+41. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
 """

@@ -37,6 +37,7 @@ class Expression:
       reduction: (operation, whether elements were rows of an array, axes of each element that are
         reduced with them) if it reduces elements.
       alone: of a reduction over axes of each element, what it is for one element.
+      whole: maps the elements of all `args` and flags of those that exist to the value of all.
       joins: the operation of a chain whose result it is; None if it is of no such operation.
       chained: (operation, base, element) if it is an element's part in a chain.
       repeated: (operand, its axes in the value) of a broadcast.
@@ -51,6 +52,7 @@ class Expression:
     given: tuple[Any, ...] | None = None
     reduction: tuple[str, bool, tuple[int, ...]] | None = None
     alone: int | None = None
+    whole: Callable[[Sequence[Array], Array], Array] | None = None
     joins: str | None = None
     chained: tuple[str, int, int] | None = None
     repeated: tuple[int, tuple[int, ...]] | None = None
@@ -183,7 +185,7 @@ class Expressions:
                     leaves[index] = frozenset(where)
                 elif kind == "input" and where[0] >= fixed:
                     leaves[index] = frozenset()
-            elif x.reduction is None and all(a in leaves for a in x.args):
+            elif x.run is not None and all(a in leaves for a in x.args):
                 leaves[index] = frozenset().union(*(leaves[a] for a in x.args))
         alone = {i for i, found in leaves.items() if len(found) == 1}
         read = {a for i in read_by if i not in alone for a in self.all[i].args} | {*results}
@@ -277,6 +279,8 @@ class Expressions:
                 elif x.args and x.args[0] in sums:
                     base = [values[a] for a in x.args[1:]]
                     values[index] = functools.reduce(lax.add, [*base, values[x.args[0]]])
+                elif x.whole is not None:
+                    values[index] = x.whole([values[a] for a in x.args], exists)
                 elif x.reduction is not None:
                     values[index] = reduced(x.reduction, [values[a] for a in x.args], exists)
                 else:

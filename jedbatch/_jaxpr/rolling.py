@@ -8,7 +8,8 @@ that do not exist take no part in reductions.
 
 What can be rolled: functions of one element and of values that are no elements; sums, products,
 maxima, minima and logical reductions of elements in order; arrays that stack one row for each
-element, row-wise operations, reductions and products over their rows, and single rows; arrays that
+element, row-wise operations, reductions and products over their rows, places of extremes, sorts and
+cumulative operations along them, and single rows, also at a position that is computed; arrays that
 put elements together along an axis of theirs, and the same of these but for rows; lists of results,
 of one for each element; and numbers that are the length, or one divided by it. All else,
 such as positions in the list or elements that meet each other, raises `CannotRollError`. A program
@@ -34,6 +35,7 @@ from jedbatch._jaxpr.interpret import (
     run_equation,
 )
 from jedbatch._jaxpr.list_expressions import LENGTHS, Expression, Expressions
+from jedbatch._jaxpr.list_order import ALONG_LISTS, PLACES, along_list, axis_of, row_at
 from jedbatch._jaxpr.versions import ClosedProgram, Equation, without_consts
 from jedbatch._support.types import Array
 
@@ -324,6 +326,10 @@ class Roller:
             return self._elementwise(eqn, values)
         if name == "dot_general":
             return self._product(eqn, *values)
+        if name in ALONG_LISTS:
+            return self._along_list(eqn, values)
+        if name == "dynamic_slice":
+            return self._row_at(eqn, values)
         if len(values) != 1:
             raise CannotRollError(f"`{name}` of a row for each element")
         ((index, axis, each),) = values
@@ -383,6 +389,42 @@ class Roller:
             raise CannotRollError(f"`{name}` of a row for each element")
         made = self.expressions.primitive(eqn.primitive, params, [index])
         return StackedElements(made, place, each)
+
+    def _along_list(self, eqn: Equation, values: Sequence[Any]) -> StackedElements | Single:
+        """The result of an operation along one axis, such as a cumulative sum or a sort."""
+        (index, axis, each), *others = values
+        name, params = eqn.primitive.name, dict(eqn.params)
+        if others or not isinstance(values[0], StackedElements):
+            raise CannotRollError(f"`{name}` of several arrays")
+        parameter, along = axis_of(name, params)
+        x = self.expressions.all[index]
+        if along != axis:
+            own = along - (along > axis and each is None)
+            params[parameter] = (own,) if isinstance(params[parameter], tuple) else own
+            made = self.expressions.primitive(eqn.primitive, params, [index])
+            is_left = name in PLACES and along < axis
+            return StackedElements(made, axis - is_left, each)
+        whole = along_list(name, params, axis if each else None)
+        key = "along the list", eqn.primitive, self.expressions.key_of(params), axis, each
+        is_place = name in PLACES
+        shape = (*x.shape[:axis], *x.shape[axis + 1 :]) if is_place and each else x.shape
+        dtype = eqn.outvars[0].aval.dtype
+        expression = Expression(not is_place, (index,), shape, dtype, whole=whole)
+        made = self.expressions.add(key, expression)
+        return Single(made) if is_place else StackedElements(made, axis, each)
+
+    def _row_at(self, eqn: Equation, values: Sequence[Any]) -> Single:
+        """The row of an element whose position is computed."""
+        stacked, *starts = values
+        sizes = eqn.params["slice_sizes"]
+        is_row = isinstance(stacked, StackedElements) and stacked.each is None
+        if not is_row or sizes[stacked.axis] != 1 or not all(isinstance(x, Single) for x in starts):
+            raise CannotRollError("a part of the elements is read")
+        key = "row at", stacked.axis, sizes
+        ids = stacked.id, *(x.id for x in starts)
+        dtype = eqn.outvars[0].aval.dtype
+        whole = row_at(stacked.axis, sizes)
+        return Single(self.expressions.add(key, Expression(False, ids, sizes, dtype, whole=whole)))
 
     def _row(self, eqn: Equation, index: int, axis: int) -> Element:
         """The row of one element."""

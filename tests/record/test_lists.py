@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.helpers import assert_close, check, loop, mostly_slow
+from jax import lax
 
 import jedbatch
+from jedbatch._jaxpr.list_expressions import Expressions
+from jedbatch._jaxpr.rolling import Roller, Single
 from jedbatch.errors import PerformanceWarning
 
 pytestmark = pytest.mark.unoptimized
@@ -103,6 +106,15 @@ def by_number_backwards(w, xs):
     return sum((k + 1.0) * rows[-1 - k] for k in range(len(xs)))
 
 
+def in_order(w, xs):
+    """Places of extremes, sorts, and sums of what came before."""
+    rows = jnp.stack(xs)
+    scores = jnp.tanh(rows @ w["w"]) @ w["q"]
+    nearest = rows[jnp.argmax(scores)] - rows[jnp.argmin(scores)]
+    sums = jnp.cumsum(jnp.sin(rows), axis=0) * jnp.flip(jnp.sort(rows, axis=0), 0)
+    return nearest * w["q"] + (sums * w["q"]).sum(axis=0) + jnp.argmax(jnp.concatenate(xs))
+
+
 def lists(lengths, seed=0):
     rng = np.random.default_rng(seed)
     return [list(rng.normal(size=(n, SIZE)).astype(np.float32)) for n in lengths]
@@ -124,10 +136,18 @@ PROGRAMS = {
     end_to_end: 14,
     by_number: 13,
     by_number_backwards: 7,
+    in_order: 11,
 }
 
 
-FAST = "two_lists", "read_early", "end_to_end", "one_after_the_other", "after_a_learned_one"
+FAST = (
+    "two_lists",
+    "read_early",
+    "end_to_end",
+    "one_after_the_other",
+    "after_a_learned_one",
+    "in_order",
+)
 
 
 @pytest.mark.parametrize("fn", mostly_slow(PROGRAMS, *FAST))
@@ -140,6 +160,51 @@ def test_many_lengths_are_few_types(fn):
             apart = jedbatch.batch(fn, granularity="cell").plan(W, lists(LENGTHS))
     assert len(plan.graph.present_types) <= PROGRAMS[fn] < len(apart.graph.present_types)
     assert len(plan.schedule) < len(apart.schedule)
+
+
+ALONG = {
+    "cumsum": lambda x, axis: jnp.cumsum(x, axis=axis),
+    "reversed cumsum": lambda x, axis: lax.cumsum(x, axis, reverse=True),
+    "cumprod": lambda x, axis: jnp.cumprod(x, axis=axis),
+    "cummax": lax.cummax,
+    "cummin": lax.cummin,
+    "sort": lambda x, axis: lax.sort(x, axis),
+    "flip": jnp.flip,
+    "argmax": lambda x, axis: lax.argmax(x, axis, np.int32),
+    "argmin": lambda x, axis: lax.argmin(x, axis, np.int32),
+    "row": lambda x, axis: lax.dynamic_index_in_dim(x, (x.sum() > 0) * 9 - 1, axis),
+}
+ELEMENTS = {
+    "numbers": np.array([[3.0, -1, 2], [0, 5, -1], [np.inf, 5, -np.inf], [3, -2, -0.0]], "float32"),
+    "not a number": np.array([[3, np.nan], [np.nan, -np.inf], [1, np.nan], [0, 0]], "float32"),
+    "least": np.full((4, 2), np.iinfo(np.int32).min, np.int32),
+}
+
+
+@pytest.mark.parametrize("elements", ELEMENTS)
+@pytest.mark.parametrize("put_together", [False, True])
+@pytest.mark.parametrize("name", ALONG)
+def test_what_is_done_along_a_list_is_what_jax_does(name, put_together, elements):
+    """In programs with room for more elements, which hold anything."""
+    if name == "row" and (put_together or elements == "least"):
+        return
+    given = ELEMENTS[elements]
+    join = jnp.concatenate if put_together else jnp.stack
+    program = lambda *xs: ALONG[name](join(xs), 0)  # noqa: E731
+    for length in (1, 2, 4):
+        xs = list(given[:length])
+        expressions = Expressions(lambda params: str(params))
+        roles = [("element", 0, k) for k in range(length)]
+        roller = Roller(expressions, jax.make_jaxpr(program)(*xs), roles, length, False)
+        (value,) = roller._values()
+        part = expressions.given(given[0].shape, given.dtype, "element", 0)
+        run = expressions.program([value.id], [], [False], 6, [part])
+        filling = [np.full_like(xs[0], k) for k in (7, -9, 3, 1, 2)]
+        (found,) = run([], [*xs, *filling[: 6 - length]], jnp.int32(length))
+        expected = program(*xs)
+        if not isinstance(value, Single):  # but a row for each element
+            found = found[:length].reshape(expected.shape)
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_lists_of_weights_are_stacked_once():
