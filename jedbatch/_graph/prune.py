@@ -33,6 +33,7 @@ def without_unread(graph: Graph) -> Graph:
 
     is_kept = np.array(is_read)
     place = np.cumsum(is_kept[graph.value_node]) - 1
+    before = pointers(is_kept)
 
     def moved(references: np.ndarray) -> np.ndarray:
         places = place[np.maximum(references, 0)]  # inputs are negative, and may be more
@@ -46,6 +47,9 @@ def without_unread(graph: Graph) -> Graph:
         moved(graph.operand[np.repeat(is_kept, counts)]),
         graph.inputs,
         moved(graph.outputs),
+        before[graph.node_ptr],
+        graph.input_ptr,
+        graph.output_ptr,
     )
 
 

@@ -33,10 +33,13 @@ Read in this order:
 26. `regions`: The ragged parts of an instance's graph, taken out of it.
 27. `cutting`: Cutting a recorded graph in two: calls of regions, and the graph that is left.
 28. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
-29. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
+29. `tile_templates`: Templates of recorded graphs: what graphs of nodes on arrays become, for all
+    lengths.
+30. `tiled_arrays`: Arrays of instances cut into tiles.
+31. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
    tiles.
-30. `lengths`: The arrays of instances that have lengths of their own.
-31. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+32. `lengths`: The arrays of instances that have lengths of their own.
+33. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
-32. `row_capacities`: How much room programs have for the calls of a region.
+34. `row_capacities`: How much room programs have for the calls of a region.
 """

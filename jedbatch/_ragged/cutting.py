@@ -5,7 +5,7 @@ See `_ragged.regions`.
 
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,35 +27,64 @@ from jedbatch._ragged.renaming import Renaming
 from jedbatch._support.types import AxisSize
 
 
-def cut_graph(
-    regions: Regions, record: Record, num_arrays: int, leaf_of: Mapping[str, Sequence[int]]
-) -> "Cut | Uncut | None":
-    """Returns the graph of a record with ragged nodes, to be cut; None if it has none.
+def cut_graphs(
+    regions: Regions,
+    records: Sequence[Record],
+    num_arrays: Sequence[int],
+    leaf_of: Sequence[Mapping[str, Sequence[int]] | None],
+    turn_to: Callable[[int], None],
+) -> "list[Cut | Uncut | None]":
+    """Returns the graphs of records with ragged nodes, to be cut; None of one that has none.
 
     Args:
       regions: the regions met so far.
-      record: of an instance.
-      num_arrays: how many arrays the instance has.
-      leaf_of: those whose length each symbol is.
+      records: of all instances of one graph, in order.
+      num_arrays: how many arrays each has.
+      leaf_of: for each, the arrays whose length each symbol is; None if it has no symbols.
+      turn_to: called with the number of the instance at hand.
     """
+    if None not in leaf_of:
+        whole = _uncut(regions, without_unread(records[0].whole))
+        if whole is not None:
+            return [
+                Uncut(whole, i, record, count)
+                for i, (record, count) in enumerate(zip(records, num_arrays, strict=True))
+            ]
+    cuts: list[Cut | Uncut | None] = []
+    for i, (record, count, leaves) in enumerate(zip(records, num_arrays, leaf_of, strict=True)):
+        turn_to(i)
+        cuts.append(None if leaves is None else _cut_graph(regions, record, count, leaves))
+    return cuts
+
+
+def _cut_graph(
+    regions: Regions, record: Record, num_arrays: int, leaf_of: Mapping[str, Sequence[int]]
+) -> "Cut | Uncut | None":
     graph = Graph.select([(record.whole, record.index)])
     returned = any(is_ragged(shape) for shape, _ in record.types)
-    if not (returned or _ragged_types(regions, graph)):
+    if not (returned or any(map(regions.is_ragged, graph.present_types))):
         return None
     graph = without_unread(graph)  # JAX asks for extents to see which starts are negative
-    types = _ragged_types(regions, graph)
-    loops = types and loops_to_lengths(graph, regions.limit, regions.is_ragged)
-    if types and not loops and regions.tiles.all_wanted(list(map(regions.on_tiles, types))):
-        outputs = graph.outputs[graph.outputs < 0].tolist()
-        kinds = [c.type for c in graph.inputs for _ in range(len(c))] if outputs else []
-        if not any(is_ragged(kinds[-1 - v].shape) for v in outputs):
-            return Uncut(graph, record, num_arrays, leaf_of)
+    if _uncut(regions, graph) is not None:
+        return Uncut(graph, 0, record, num_arrays)
     return Cut(regions, graph, record, num_arrays, leaf_of)
 
 
-def _ragged_types(regions: Regions, graph: Graph) -> list[int]:
-    """Returns the types of ragged nodes in a graph."""
-    return list(filter(regions.is_ragged, set(graph.node_type.tolist())))
+def _uncut(regions: Regions, graph: Graph) -> Graph | None:
+    """Returns a graph if all ragged nodes become nodes on tiles, and all instances have some."""
+    types = list(filter(regions.is_ragged, graph.present_types))
+    if not types or not regions.tiles.all_wanted(list(map(regions.on_tiles, types))):
+        return None
+    is_ragged_type = np.zeros(len(graph.types), bool)
+    is_ragged_type[types] = True
+    before = pointers(is_ragged_type[graph.node_type])
+    if not np.diff(before[graph.node_ptr]).all():
+        return None
+    if loops_to_lengths(graph, regions.limit, regions.is_ragged):
+        return None
+    outputs = graph.outputs[graph.outputs < 0].tolist()
+    kinds = [c.type for c in graph.inputs for _ in range(len(c))] if outputs else []
+    return None if any(is_ragged(kinds[-1 - v].shape) for v in outputs) else graph
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,16 +92,15 @@ class Uncut:
     """The graph of one instance of which all ragged nodes become nodes on tiles.
 
     Attributes:
-      graph: of the instance.
+      graph, index: the instance is number `index` of this graph.
       record: of the instance.
       num_arrays: how many arrays it has.
-      leaf_of: those whose length each symbol is.
     """
 
     graph: Graph
+    index: int
     record: Record
     num_arrays: int
-    leaf_of: Mapping[str, Sequence[int]]
 
     def note(self) -> None:
         """Does nothing, since there are no regions."""
@@ -80,7 +108,7 @@ class Uncut:
     def result(self) -> RaggedRecord:
         """Returns the record."""
         form = self.record.structure, self.record.types
-        return RaggedRecord(self.graph, 0, *form, (), self.num_arrays)
+        return RaggedRecord(self.graph, self.index, *form, (), self.num_arrays)
 
 
 class Cut:

@@ -59,6 +59,7 @@ class LengthFamily:
 
     Attributes:
       types: of the arrays of the first instance.
+      kinds: of these: (shape without length, dtype), of those that have one.
       varied: for each array, whether it had another length in a later one.
       pairs: arrays whose lengths have been compared, so that instances are told apart by whether
         they are equal.
@@ -71,6 +72,7 @@ class LengthFamily:
 
     def __init__(self, types: Sequence[ArrayType]):
         self.types = list(types)
+        self.kinds = {(shape[1:], dtype) for shape, dtype, _ in types if shape}
         self.lengths = [_length(t) for t in types]
         self.varied = [False] * len(types)
         self.pairs: dict[Pair, None] = {}
@@ -235,7 +237,9 @@ class Lengths:
         for i, (_, family, _) in enumerate(families):
             by_family.setdefault(family, []).append(i)
         ragged = {family: self._ragged(family) for family in by_family}
+        scope = self._scope()
         self._names = max(self._names, *map(len, ragged.values()))
+        self.changes += self._scope() != scope
         for family, members in by_family.items():
             if not ragged[family]:
                 continue
@@ -258,17 +262,23 @@ class Lengths:
             family = LengthFamily([array_type(x) for x in arrays])
             family.add(self._related(family))
             family.group(self._grouped(family))
+            tells = len(self._families) > 1  # whether kinds say what is ragged, see `_ragged`
             self._families[form] = family
-            self.changes += 1
+            self.changes += (len(self._families) > 1) != tells
         lengths = [x.shape[0] if x.ndim else -1 for x in arrays]
+        if any(self._kinds.get(kind, -1) is not None for kind in family.kinds):
+            self._observe_kinds(family, lengths)
+        self.longest = max(self.longest, *lengths, 0)
+        self.changes += family.observe(lengths)
+        return general, family, lengths
+
+    def _observe_kinds(self, family: LengthFamily, lengths: Sequence[int]) -> None:
+        """Takes note of the lengths of arrays of each kind."""
         for n, (shape, dtype, _) in zip(lengths, family.types, strict=True):
             known = self._kinds.setdefault((shape[1:], dtype), n) if n >= 0 else n
             if known is not None and known != n:
                 self._kinds[shape[1:], dtype] = None
                 self.changes += 1
-        self.longest = max(self.longest, *lengths, 0)
-        self.changes += family.observe(lengths)
-        return general, family, lengths
 
     def _ragged(self, family: LengthFamily) -> list[int]:
         """Returns the arrays of a family whose lengths differ from instance to instance."""

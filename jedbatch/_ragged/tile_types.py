@@ -66,6 +66,11 @@ class NodeOnTiles:
     symbols: tuple[str, ...]
     nonempty: tuple[tuple[AxisSize, str], ...]
 
+    @property
+    def asks(self) -> bool:
+        """Returns whether extents are read, or must not be 0."""
+        return bool(self.lengths or self.nonempty)
+
 
 class RaggedNodeType(NamedTuple):
     """A type of nodes that read or give ragged values.

@@ -35,7 +35,7 @@ class TileInput:
     Attributes:
       type: of each, with the rows of a tile.
       kind: ONCE, BY_TILE, or IF_NONE: there is one if there is no tile.
-      symbol: number of the symbol whose tiles they are.
+      symbols: the numbers of the symbols whose tiles they are, those of one after those of another.
       leaf: the array that they are rows of, counted behind the arrays of the instance.
       row: the row, if there is one.
       identity: the value, if it is there where there is no tile.
@@ -43,16 +43,14 @@ class TileInput:
 
     type: ValueType
     kind: int
-    symbol: int
+    symbols: tuple[int, ...]
     leaf: int = 0
     row: int = 0
     identity: np.ndarray | None = None
 
-    def __len__(self) -> int:
-        return 1
-
-    def rows(self, count: int, num_arrays: int) -> InputRows | None:
-        """Returns the inputs of an instance, with so many tiles; None if there are none."""
+    def rows(self, tiles: Sequence[int], num_arrays: int) -> InputRows | None:
+        """Returns the inputs of an instance, given the tiles of its symbols; None if none."""
+        count = sum([tiles[symbol] for symbol in self.symbols])
         if self.kind == IF_NONE:
             assert self.identity is not None
             return None if count else InputRows(self.type, self.identity[None])
@@ -67,8 +65,10 @@ def _all(count: int) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class TileTemplate:
-    """The graph of an instance for all lengths. Values and inputs are numbered as in a graph.
+class TileTemplates:
+    """The graphs of instances for all lengths, one after the other.
+
+    Values, inputs and symbols are numbered as in the graph of each instance.
 
     Attributes:
       node_type: int32[M].
@@ -78,12 +78,13 @@ class TileTemplate:
       arity: int64[M], of each node.
       operand: int64[E], what nodes read. Combined ones have their parts twice: those of the left
         and those of the right.
-      inputs: in order.
-      input_kind, input_symbol: int64[I], of each.
+      inputs: of each instance, in order.
+      input_kind, input_symbol: int64[I], of each input.
       identity: int64[M], the first input in the place of a combined node where there is no tile.
       outputs: int64[O].
       output_symbol: int64[O], whose tiles make up the result; -1 if it is one value.
-      num_symbols: how many there are.
+      num_symbols: int64[B].
+      node_ptr, input_ptr, output_ptr: int64[B + 1], those of each instance.
     """
 
     node_type: np.ndarray
@@ -92,23 +93,71 @@ class TileTemplate:
     results: np.ndarray
     arity: np.ndarray
     operand: np.ndarray
-    inputs: tuple[InputRows | TileInput, ...]
+    inputs: Sequence[tuple[InputRows | TileInput, ...]]
     input_kind: np.ndarray
     input_symbol: np.ndarray
     identity: np.ndarray
     outputs: np.ndarray
     output_symbol: np.ndarray
-    num_symbols: int
+    num_symbols: np.ndarray
+    node_ptr: np.ndarray
+    input_ptr: np.ndarray
+    output_ptr: np.ndarray
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all arrays."""
-        return sum(x.nbytes for x in vars(self).values() if isinstance(x, np.ndarray))
+    @functools.cached_property
+    def operand_ptr(self) -> np.ndarray:
+        """int64[B + 1], the operands of each instance."""
+        return pointers(self.arity)[self.node_ptr]
+
+    def output_symbols(self, instance: int) -> list[int]:
+        """Returns whose tiles make up the results of an instance."""
+        return self.output_symbol[slice(*self.output_ptr[instance : instance + 2])].tolist()
+
+    def rows_by_tile(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """Returns the rows of all nodes on tiles of each instance, given those of its symbols."""
+        count = np.array([k for own in rows for k in own], np.int64)
+        owner = np.repeat(np.arange(len(self.inputs)), np.diff(self.node_ptr))
+        by_tile = np.flatnonzero(self.kind == BY_TILE)
+        owner = owner[by_tile]
+        symbol = self.symbol[by_tile] + pointers(self.num_symbols)[owner]
+        total = np.zeros(len(self.inputs), np.int64)
+        np.add.at(total, owner, count[symbol])
+        return total.tolist()
+
+    @staticmethod
+    def select(parts: Sequence[tuple["TileTemplates", int]]) -> "TileTemplates":
+        """Returns the templates of some instances, in this order."""
+        first = parts[0][0]
+        numbers = [i for _, i in parts]
+        if all(t is first for t, _ in parts) and numbers == list(range(len(first.inputs))):
+            return first
+
+        def joined(name: str, ptr: str) -> np.ndarray:
+            ends = [(t, *getattr(t, ptr)[i : i + 2].tolist()) for t, i in parts]
+            return np.concatenate([getattr(t, name)[a:b] for t, a, b in ends])
+
+        def counted(ptr: str) -> np.ndarray:
+            ends = [getattr(t, ptr)[i : i + 2] for t, i in parts]
+            return pointers(np.array([b - a for a, b in ends]))
+
+        of_nodes = ("node_type", "kind", "symbol", "results", "arity", "identity")
+        of_inputs, of_outputs = ("input_kind", "input_symbol"), ("outputs", "output_symbol")
+        return TileTemplates(
+            operand=joined("operand", "operand_ptr"),
+            inputs=[t.inputs[i] for t, i in parts],
+            num_symbols=np.array([t.num_symbols[i] for t, i in parts]),
+            node_ptr=counted("node_ptr"),
+            input_ptr=counted("input_ptr"),
+            output_ptr=counted("output_ptr"),
+            **{name: joined(name, "node_ptr") for name in of_nodes},
+            **{name: joined(name, "input_ptr") for name in of_inputs},
+            **{name: joined(name, "output_ptr") for name in of_outputs},
+        )
 
 
 def repeat_nodes(
     types: tuple[NodeType, ...],
-    templates: Sequence[TileTemplate],
+    templates: TileTemplates,
     tiles: Sequence[Sequence[int]],
     num_arrays: Sequence[int],
 ) -> Graph:
@@ -116,38 +165,32 @@ def repeat_nodes(
 
     Args:
       types: of nodes.
-      templates: of each instance.
+      templates: of the instances.
       tiles: how many tiles there are, for each symbol of each instance.
       num_arrays: arrays of each instance, behind which those of tiles are.
     """
-    nodes = [len(t.kind) for t in templates]
-    values = pointers(np.array([t.results.sum() for t in templates]))[:-1]
-    inputs = pointers(np.array([len(t.input_kind) for t in templates]))[:-1]
-    symbols = pointers(np.array([t.num_symbols for t in templates]))[:-1]
+    node_ptr, input_ptr, output_ptr = templates.node_ptr, templates.input_ptr, templates.output_ptr
+    nodes, outputs_of = np.diff(node_ptr), np.diff(output_ptr)
+    values = pointers(templates.results)[node_ptr[:-1]]
+    inputs, symbols = input_ptr[:-1], pointers(templates.num_symbols)[:-1]
     count_of = np.append(np.array([k for ks in tiles for k in ks], np.int64), 1)  # -1: once
 
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(t, name) for t in templates])
+    def of_symbols(column: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        return np.where(column < 0, -1, column + np.repeat(symbols, sizes))
 
-    def of_symbols(name: str) -> np.ndarray:
-        column = joined(name)
-        moved = column + np.repeat(symbols, [len(getattr(t, name)) for t in templates])
-        return np.where(column < 0, -1, moved)
-
-    def of_values(name: str) -> np.ndarray:
-        column = joined(name)
-        sizes = [len(getattr(t, name)) for t in templates]
+    def of_values(column: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         return column + np.where(column < 0, -np.repeat(inputs, sizes), np.repeat(values, sizes))
 
     # Inputs: where those of each of a template begin, and how far apart they are.
-    input_kind, input_tiles = joined("input_kind"), count_of[of_symbols("input_symbol")]
+    input_kind = templates.input_kind
+    input_tiles = count_of[of_symbols(templates.input_symbol, np.diff(input_ptr))]
     input_count = np.where(input_kind == BY_TILE, input_tiles, 1)
     input_count = np.where(input_kind == IF_NONE, input_tiles == 0, input_count)
     input_begin = pointers(input_count)
 
     # Nodes, and their results.
-    kind, results = joined("kind"), joined("results")
-    num_tiles = count_of[of_symbols("symbol")]
+    kind, results = templates.kind, templates.results
+    num_tiles = count_of[of_symbols(templates.symbol, nodes)]
     counts = np.where(kind == COMBINED, np.maximum(num_tiles - 1, 0), num_tiles)
     node_begin, value_begin = pointers(counts), pointers(counts * results)
     maker = np.repeat(np.arange(len(kind)), results)
@@ -168,14 +211,15 @@ def repeat_nodes(
             steps = np.where(references < 0, -1 * (input_kind[of_input] == BY_TILE), steps)
         return bases, steps
 
-    arity, operand = joined("arity"), of_values("operand")
+    arity = templates.arity
+    operand = of_values(templates.operand, np.diff(templates.operand_ptr))
     operand_begin = pointers(arity)
     combined = kind[maker] == COMBINED
     if combined.any():  # they give the result of the last node, of the only tile, or nothing
         nodes_of, parts = maker[combined], result[combined]
         number = num_tiles[nodes_of]
         only, _ = located(operand[operand_begin[nodes_of] + parts])
-        identity = joined("identity") + np.repeat(inputs, nodes)
+        identity = templates.identity + np.repeat(inputs, nodes)
         nothing = -1 - (input_begin[np.maximum(identity[nodes_of], 0)] + parts)
         last = base[combined] + (number - 2) * results[nodes_of]
         base[combined] = np.select([number == 0, number == 1], [nothing, only], last)
@@ -199,30 +243,27 @@ def repeat_nodes(
         earlier = value_begin[reading] + (which - num_tiles[reading]) * results[reading] + part
         read[mine] = np.where(which < num_tiles[reading], bases[e] + which * steps[e], earlier)
 
-    outputs, output_symbol = of_values("outputs"), of_symbols("output_symbol")
+    outputs = of_values(templates.outputs, outputs_of)
+    output_symbol = of_symbols(templates.output_symbol, outputs_of)
     output_count = np.where(output_symbol < 0, 1, count_of[output_symbol])
     output_bases, output_steps = located(outputs)
     which_output = np.repeat(np.arange(len(outputs)), output_count)
     nth = ranges(np.zeros(len(outputs), np.int64), output_count)
 
-    def ends(begin: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-        """Returns where instances end, from where what they have begins."""
-        return begin[pointers(np.array(sizes))]
-
     chunks = []
-    for template, own_tiles, arrays in zip(templates, tiles, num_arrays, strict=True):
-        for x in template.inputs:
-            rows = x.rows(own_tiles[x.symbol], arrays) if isinstance(x, TileInput) else x
+    for own, own_tiles, arrays in zip(templates.inputs, tiles, num_arrays, strict=True):
+        for x in own:
+            rows = x.rows(own_tiles, arrays) if isinstance(x, TileInput) else x
             if rows is not None:
                 chunks.append(rows)
     return Graph(
         types,
-        joined("node_type")[node],
+        templates.node_type[node],
         pointers(arities),
         read.astype(np.int32),
         tuple(chunks),
         (output_bases[which_output] + nth * output_steps[which_output]).astype(np.int32),
-        ends(node_begin, nodes),
-        ends(input_begin, [len(t.input_kind) for t in templates]),
-        ends(pointers(output_count), [len(t.outputs) for t in templates]),
+        node_begin[node_ptr],
+        input_begin[input_ptr],
+        pointers(output_count)[output_ptr],
     )

@@ -29,8 +29,8 @@ BYTES_PER_NODE = 100  # of an instance, estimated
 class RecordsOfArrays:
     """Records of instances with arrays, by keys that take little time to make.
 
-    Only of instances that have the same record whatever other lengths there are, which is so as
-    long as nothing is learned. So all is forgotten once something is.
+    Instances have the same record whatever other lengths there are as long as nothing is learned.
+    So all is forgotten once something is.
 
     Args:
       limit, most: instances that are kept, and bytes, as of `Memory`.
@@ -206,17 +206,15 @@ class RecordCache:
         instances: list[Any],
         records: Sequence[Record],
         arrays: Sequence[Sequence[Array]],
-        given: Sequence[RaggedTypes | None],
     ) -> None:
-        """Keeps records of instances for `recall`, if these were found by nothing but shapes.
+        """Keeps records of instances for `recall`, unless some are told apart for a reason.
 
         Args:
           instances: all of a minibatch.
           records: theirs.
           arrays: theirs.
-          given: how `look` says that they are recorded.
         """
-        if not any(given) and self.lengths.apart is None:
+        if self.lengths.apart is None:
             self.with_arrays.keep(instances, records, arrays, self._learned)
 
     @property

@@ -17,8 +17,9 @@ from jedbatch._graph.record import Record
 from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.calls import lacks_rows
-from jedbatch._ragged.cutting import Cut, Uncut, cut_graph
+from jedbatch._ragged.cutting import cut_graphs
 from jedbatch._ragged.lengths import RaggedTypes
+from jedbatch._ragged.regions import RaggedRecord
 from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.environment import Reached
 from jedbatch._record.instance_arrays import array_type
@@ -88,7 +89,7 @@ class Recording:
 
     def recall(
         self, cache: RecordCache, instances: Sequence[tuple], reached: Reached
-    ) -> tuple[list[Record], list[list[Any]]] | None:
+    ) -> tuple[Sequence[Record], Sequence[Sequence[Any]]] | None:
         """Returns (records of the instances, their arrays) at a glance; None unless all are known.
 
         Args:
@@ -96,7 +97,10 @@ class Recording:
           instances: the mapped arguments of each.
           reached: what the function reads besides its arguments.
         """
-        return None if self.key is not None else cache.recall(_subjects(instances), reached)
+        if self.key is not None:
+            return None
+        found = cache.recall(_subjects(instances), reached)
+        return None if found is None else cache.expansion.expand(*found)
 
     def find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None = None):
         """(records of the instances, their arrays, closed-over tracers, how many were known).
@@ -154,7 +158,7 @@ class Recording:
             _set_short_apart(cache, records, arrays, given)
             cache.note_known()
             if self.key is None and not are_plain:
-                cache.keep(subjects, records, arrays, given)
+                cache.keep(subjects, records, arrays)
             return records, arrays, [], len(instances)
         revision, grouping = cache.revision, cache.grouping
         mine, own, types = [[x[i] for i in new] for x in (instances, arrays, given)]
@@ -169,6 +173,8 @@ class Recording:
         _set_short_apart(cache, records, arrays, given)
         kept = [i for i, k in zip(new, keep, strict=True) if k and keys[i] is not None]
         cache.by_key.add([(keys[i], records[i]) for i in kept])
+        if self.key is None and any(given) and len(kept) == len(new):
+            cache.keep(subjects, records, arrays)
         if self.key is None:
             stay = set(itertools.compress(others, constant))  # and have an identity of their own
             same = [(subjects[i], records[i]) for i in kept if i in stay and len(instances[i]) == 1]
@@ -280,12 +286,12 @@ class RaggedRecording:
 
             graphs, keep, tracers = self._recorded(functools.partial(record, types=types))
         cache.check(revision)
-        cuts: list[Cut | Uncut | None] = []
-        for i, (given, instance_arrays) in enumerate(zip(self.given, self.arrays, strict=True)):
-            self.number = i
+        for i in range(len(graphs)):
+            self._turn_to(i)
             self.asked[i].check()
-            arguments = cache.regions, graphs[i], len(instance_arrays)
-            cuts.append(given and cut_graph(*arguments, given.symbols))
+        leaf_of = [given and given.symbols for given in self.given]
+        num_arrays = list(map(len, self.arrays))
+        cuts = cut_graphs(cache.regions, graphs, num_arrays, leaf_of, self._turn_to)
         before = cache.regions.revision
         cache.regions.tiles.choose_rows(
             [n for given in self.given if given for n in given.lengths if n >= 0]
@@ -296,22 +302,32 @@ class RaggedRecording:
         if cache.regions.revision != before:
             cache.forget_regions()
             raise GuardFailed
+        made: dict[int, RaggedRecord] = {}
         for i, cut in enumerate(cuts):
             self.number = i
             if cut is not None:
                 try:
-                    result = cut.result()
+                    made[i] = cut.result()
                 except CannotMergeError:
                     if not cache.regions.joins_rest:
                         raise
                     cache.regions.leave_rest()  # that may be why
                     cache.forget_regions()
                     raise GuardFailed from None
-                graphs[i] = on_tiles(result, cache.regions, cut.leaf_of)
+        for _, members in itertools.groupby(made, lambda i: id(made[i].whole)):
+            mine = list(members)
+            self.number = mine[0]
+            records, leaves = [made[i] for i in mine], [leaf_of[i] or {} for i in mine]
+            for i, tiled in zip(mine, on_tiles(records, cache.regions, leaves), strict=True):
+                graphs[i] = tiled
         compared = [i for i in range(len(cuts)) if self._compared(i)]
         if compared:
             raise GuardFailed
         return graphs, keep, tracers
+
+    def _turn_to(self, number: int) -> None:
+        """Has an instance be the one at hand."""
+        self.number = number
 
     def _recorded(self, record: Callable) -> tuple[list[Record], list[bool], list[Any]]:
         """Returns the result of `record`, with nodes merged if they have tiles and that pays.

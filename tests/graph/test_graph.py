@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import json
 import pickle
 import zipfile
@@ -16,6 +17,7 @@ import jedbatch
 from jedbatch import Graph
 from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import distinct, pointers, ranges
+from jedbatch._graph.prune import without_unread
 from jedbatch._graph.types import NodeType, ValueType
 
 
@@ -462,3 +464,25 @@ def test_evaluate_needs_a_cell_for_every_type():
     graph = prepared(np.random.default_rng(6), 2)
     with pytest.raises(ValueError, match="'scale'"):
         jedbatch.evaluate(graph, {"leaf": leaf, "node": node}, PARAMS)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nodes_that_are_not_read_are_left_out_of_every_instance(seed):
+    rng = np.random.default_rng(seed)
+    graphs = []
+    for _ in range(4):
+        node_type, preds = random_dag(rng, 12, 3)
+        graph = Graph.from_dag(node_type, preds)
+        outputs = rng.choice(12, size=2, replace=False).astype(np.int32)
+        ends = np.array([0, len(outputs)])
+        graphs.append(dataclasses.replace(graph, outputs=outputs, output_ptr=ends))
+    pruned = without_unread(Graph.concatenate(graphs))
+    pruned.check()
+    for graph, own in zip(graphs, pruned.split(), strict=True):
+        preds = [graph.operand[a:b].tolist() for a, b in itertools.pairwise(graph.operand_ptr)]
+        before = ancestors(preds)
+        kept = sorted(set(graph.outputs.tolist()).union(*(before[v] for v in graph.outputs)))
+        place = {node: k for k, node in enumerate(kept)}
+        assert own.node_type.tolist() == graph.node_type[kept].tolist()
+        assert own.operand.tolist() == [place[p] for node in kept for p in preds[node]]
+        assert own.outputs.tolist() == [place[v] for v in graph.outputs.tolist()]

@@ -160,6 +160,60 @@ def test_lengths_that_come_to_differ(looked_at):
     assert batched.plan(W, few).host.num_known == 6
 
 
+def through_tree(w, tree):
+    """States of any length travel from the leaves of a tree to its root."""
+    if not isinstance(tree, tuple):
+        return tree
+    return jnp.tanh(through_tree(w, tree[0]) @ w) + through_tree(w, tree[1])
+
+
+def of_rows(w, instance):
+    x, number = instance
+    return (jnp.tanh(x @ w) * number).sum(0)
+
+
+def of_trees(w, instance):
+    tree, number = instance
+    return through_tree(w, tree).max(0) * number
+
+
+def tree_of(size, rows):
+    if size == 1:
+        return RNG.normal(size=(rows, 3)).astype(np.float32)
+    left = int(RNG.integers(1, size))
+    return tree_of(left, rows), tree_of(size - left, rows)
+
+
+@pytest.mark.parametrize("native", ["1", "0"])
+@pytest.mark.parametrize("fn", [of_rows, of_trees])
+def test_known_instances_of_any_length(monkeypatch, looked_at, fn, native):
+    """They are known once they were recorded, until another length is learned of."""
+    monkeypatch.setenv("JEDBATCH_NATIVE", native)
+
+    def minibatch(seed):
+        shapes = np.random.default_rng(seed).integers((1, 9), (6, 30), (6, 2)).tolist()
+        if fn is of_rows:
+            return [(tree_of(1, rows), 0.5 * size) for size, rows in shapes]
+        return [(tree_of(size, rows), 0.5 * size) for size, rows in shapes]
+
+    batched = jedbatch.batch(fn)
+    for seed in range(4):
+        check_call(batched, fn, minibatch(seed))
+    batched.plan(W, again := minibatch(5))
+    looked_at.clear()
+    other = jax.tree.map(lambda x: -x if isinstance(x, np.ndarray) else x, again)
+    check_call(batched, fn, other)
+    check_call(batched, fn, other[::-1])
+    assert not looked_at["instance_key"] + looked_at["_observe"]
+    assert batched.plan(W, other).host.num_known == 6
+    longer = [(jax.tree.map(lambda x: np.concatenate([x, x]), tree), k) for tree, k in other]
+    check_call(batched, fn, longer)
+    assert looked_at["instance_key"] == 6
+    loss = lambda w: (batched(w, longer) ** 2).sum()  # noqa: E731
+    judge = lambda w: sum((fn(w, x) ** 2).sum() for x in longer)  # noqa: E731
+    assert_close(jax.grad(loss)(W), jax.grad(judge)(W), 1e-4)
+
+
 def test_what_does_not_fit_is_refused_again():
     batched = jedbatch.batch(of_tokens)
     for _ in range(3):
