@@ -8,10 +8,11 @@ do, between arrays of the same kind (equal but for the length), such as sentence
 
 Every array has a symbol of its own, also where two are equally long by chance. But `x + y` asks for
 equal lengths. Recording fails then, and tells which two lengths JAX has compared (see
-`Questions`). From then on instances of this family are told apart by whether these two are equal:
-where they are, both arrays have one symbol; where not, the instance is recorded by itself, or by
-its shapes if that fails. So the key of an instance says which of its lengths must be equal, and
-no record is used for an instance that it does not hold for.
+`Questions`), or says nothing of lengths: then all that are equal in this instance may have to be.
+From then on instances of this family are told apart by whether these two are equal: where they are,
+both arrays have one symbol; where not, the instance is recorded by itself, or by its shapes if that
+fails. So the key of an instance says which of its lengths must be equal, and no record is used for
+an instance that it does not hold for.
 """
 
 import array
@@ -63,6 +64,7 @@ class LengthFamily:
       varied: for each array, whether it had another length in a later one.
       pairs: arrays whose lengths have been compared, so that instances are told apart by whether
         they are equal.
+      supposed: those of the pairs that were not seen to be compared (see `Lengths.join_equal`).
       groups: arrays, in any number, that instances are told apart by which of are equally long.
       apart: why instances are recorded by their shapes, by which of these are equal.
       short: which arrays are empty, bool[arrays] each, in instances that lack rows for some part.
@@ -76,6 +78,7 @@ class LengthFamily:
         self.lengths = [_length(t) for t in types]
         self.varied = [False] * len(types)
         self.pairs: dict[Pair, None] = {}
+        self.supposed: list[Pair] = []
         self.groups: list[list[int]] = []
         self.apart: dict[bytes, str] = {}
         self.short: set[tuple[bool, ...]] = set()
@@ -96,6 +99,13 @@ class LengthFamily:
     def add(self, pairs: Iterable[Pair]) -> None:
         """Tells instances apart by more pairs."""
         self.pairs.update(dict.fromkeys(pairs))
+        self._forget()
+
+    def drop_supposed(self) -> None:
+        """No longer tells instances apart by pairs that were not seen to be compared."""
+        for pair in self.supposed:
+            del self.pairs[pair]
+        self.supposed.clear()
         self._forget()
 
     def _forget(self) -> None:
@@ -393,6 +403,29 @@ class Lengths:
             if kind == first and a + steps < len(kinds) and kinds[a + steps] == second
         ]
 
+    def join_equal(self, recorded: RaggedTypes, error: Exception) -> bool:
+        """Has arrays share a symbol that are equally long in an instance; False if they do.
+
+        Errors about shapes that are not the same need not say which, as that of `jnp.lexsort`.
+
+        Args:
+          recorded: the types of the instance.
+          error: why it could not be recorded, though it can be by its shapes.
+        """
+        if isinstance(error, LengthDecisionError | CannotMergeError):
+            return False
+        family, last, new = recorded.family, dict[int, int](), list[Pair]()
+        for i in sorted(arrays[0] for arrays in recorded.symbols.values()):
+            n = recorded.lengths[i]
+            if n in last and not family.tells(last[n], i):
+                new.append((last[n], i))
+            last[n] = i
+        if new:
+            family.add(new)
+            family.supposed += new
+            self.revision += 1
+        return bool(new)
+
     def note_short(self, types: RaggedTypes) -> None:
         """Has instances with the same empty arrays recorded by their shapes from now on.
 
@@ -409,6 +442,7 @@ class Lengths:
         self.revision += 1
         reason = _reason(error)
         if recorded is not None:
+            recorded.family.drop_supposed()
             (equal,) = recorded.family.equal([recorded.lengths])
             if any(equal):
                 recorded.family.apart[equal] = reason

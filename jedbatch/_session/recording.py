@@ -220,7 +220,9 @@ class Recording:
         except Exception as error:
             if not attempt.relate(error) and not attempt.supposes_more() and not cache.bind():
                 record(cache.grouping, read)  # complains if lengths are not the reason
-                cache.lengths.give_up(error, attempt.given[attempt.number])
+                given_up = attempt.given[attempt.number]
+                if given_up is None or not cache.lengths.join_equal(given_up, error):
+                    cache.lengths.give_up(error, given_up)
             raise GuardFailed from None
 
 
