@@ -291,8 +291,7 @@ class Cut:
 
     def note(self) -> None:
         """Takes note of the numbers that ragged nodes read; the rest of the graph may join them."""
-        for subgraph in self.subgraphs:
-            self.regions.note(subgraph)
+        self.regions.note(self.subgraphs)
         if not self.regions.joins_rest:
             return
         parts = self._whole_parts()

@@ -258,11 +258,12 @@ class Regions:
         types = dict.fromkeys(t for t, _ in subgraph.nodes)
         return [self.on_tiles(t) for t in types if self.is_ragged(t)]
 
-    def note(self, subgraph: Subgraph) -> None:
-        """Takes note of a part, and of the numbers among its operands, which may be constants."""
-        self.tiles.note(subgraph.key, self._ragged_types(subgraph))
-        if not self.has_tiles(subgraph):
-            self._note_numbers(subgraph)
+    def note(self, subgraphs: Sequence[Subgraph]) -> None:
+        """Takes note of the parts of an instance, and of numbers they read, perhaps constants."""
+        self.tiles.note((s.key, self._ragged_types(s)) for s in subgraphs)
+        for subgraph in subgraphs:
+            if not self.has_tiles(subgraph):
+                self._note_numbers(subgraph)
 
     def note_whole(self, subgraphs: Sequence[Subgraph]) -> None:
         """Takes note of the parts of a graph that nothing is left of, since the rest joins them.

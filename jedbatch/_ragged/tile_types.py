@@ -2,10 +2,12 @@
 
 Which nodes become nodes on tiles shows while instances are recorded. A program of ragged values
 that all instances share is a region (see `_ragged.regions`), and so are a few of them. Nodes of
-types that are met in more programs than that, as those of trees are, become nodes on tiles.
+types that are met in more programs than that, as those of trees are, become nodes on tiles. Those
+of one instance count as one as long as they are few: all instances may have the same, such as one
+for each of six results of a function.
 """
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from jedbatch._record.registry import Registry
 from jedbatch._support.types import AxisSize
 
 MAX_PROGRAMS = 4  # of ragged values that a type of nodes is part of, before it has tiles
+MAX_TOGETHER = 8  # programs of one instance that count as one
 TILE_ROWS = (128, 64, 32, 16)  # that a tile may have
 LEAST_TILE_ROWS = 8
 MAX_PADDING = 0.1  # rows of tiles beyond those that exist
@@ -102,6 +105,8 @@ class TileTypes:
         self.apart: str | None = None
         self.revision = 0
         self._programs: dict[int, set[Hashable]] = {}
+        self._together: dict[int, int] = {}  # most programs of one instance with a type
+        self._many: set[int] = set()  # types in many programs
         self._nodes: dict[int, NodeOnTiles | str] = {}
 
     @property
@@ -109,24 +114,33 @@ class TileTypes:
         """Returns whether there are nodes on tiles, or would be if they were possible."""
         return self.revision > 0
 
-    def note(self, key: Hashable, types: Collection[RaggedNodeType]) -> None:
-        """Takes note of a program of ragged values.
+    def note(self, programs: Iterable[tuple[Hashable, Collection[RaggedNodeType]]]) -> None:
+        """Takes note of the programs of ragged values of one instance.
 
         Args:
-          key: equal for programs that are equal.
-          types: of its ragged nodes.
+          programs: for each a key, equal for programs that are equal; and the types of its ragged
+            nodes.
         """
-        many = False
-        for node_type in types:
-            keys = self._programs.setdefault(node_type.number, set())
-            if len(keys) <= MAX_PROGRAMS:
-                keys.add(key)
-                many = many or len(keys) > MAX_PROGRAMS
-        self.revision += many
+        met: dict[int, set[Hashable]] = {}
+        for key, types in programs:
+            for node_type in types:
+                met.setdefault(node_type.number, set()).add(key)
+        known = len(self._many)
+        for number, keys in met.items():
+            if number in self._many:
+                continue
+            every = self._programs.setdefault(number, set())
+            every |= keys
+            together = max(self._together.get(number, 1), min(len(keys), MAX_TOGETHER))
+            self._together[number] = together
+            if len(every) - together + 1 > MAX_PROGRAMS:
+                self._many.add(number)
+                del self._programs[number], self._together[number]
+        self.revision += len(self._many) > known
 
     def wanted(self, types: Collection[RaggedNodeType]) -> bool:
         """Returns whether ragged nodes of these types become nodes on tiles."""
-        if not any(len(self._programs.get(t.number, ())) > MAX_PROGRAMS for t in types):
+        if not any(t.number in self._many for t in types):
             return False
         reasons = [x for x in map(self.nodes, types) if isinstance(x, str)]
         self.apart = reasons[0] if reasons else self.apart
@@ -136,7 +150,7 @@ class TileTypes:
         """Returns whether ragged nodes of these types become nodes on tiles, wherever they are."""
         if not self.is_used:
             return False
-        many = all(len(self._programs.get(t.number, ())) > MAX_PROGRAMS for t in types)
+        many = all(t.number in self._many for t in types)
         return many and not any(isinstance(self.nodes(t), str) for t in types)
 
     def choose_rows(self, lengths: Sequence[int]) -> None:

@@ -110,6 +110,25 @@ def test_the_plan_says_what_runs_on_tiles():
     assert f"  tiles     {tiles} nodes on tiles of 8 rows: {8 * tiles} rows" in str(plan)
 
 
+def test_results_of_one_function_are_not_programs_of_many():
+    """Six results of an array are a program each, for all instances; trees in a list are not."""
+
+    def tasks(params, x):
+        activations = [jnp.tanh, jnp.sin, jnp.cos, jnp.abs, jax.nn.relu, jnp.square]
+        return [jax.nn.softmax(f(x @ params["w"]), 0).max(0) for f in activations]
+
+    rng = np.random.default_rng(0)
+    instances = [rng.normal(size=(n, 4)).astype(np.float32) for n in SITES]
+    batched = check(tasks, weights(), instances, rtol=1e-4)
+    plan = batched.plan(weights(), instances)
+    assert len(plan.host.ragged_calls.stages) == 6
+    assert plan.graph.node_type.size == 0
+    testing.assert_merged(plan)
+
+    lists = jedbatch.batch(lambda params, trees: sum(prune(params, t).sum() for t in trees))
+    on_tiles(lists, list(zip(trees(0), trees(1), strict=True)))
+
+
 def plain(params, tree):
     """The same as `prune`, without a cell."""
     if not isinstance(tree, tuple):
