@@ -404,13 +404,14 @@ def assert_merged(plan: Plan) -> None:
             f"since {host.untiled}."
         )
     graph, schedule = host.placed.graph, host.placed.schedule
-    alike: dict[Any, list[str]] = {}
+    alike: dict[Any, dict[str, None]] = {}
     for t in graph.present_types:
         kind: Any = graph.types[t]
         text = str(kind.operation.jaxpr)
         key = kind.label, kind.operands, kind.shared, kind.results, NUMBER.sub("#", text)
-        alike.setdefault(key, []).append(", ".join(NUMBER.findall(text)))
-    for (label, *_), numbers in alike.items():
+        alike.setdefault(key, {})[", ".join(NUMBER.findall(text))] = None
+    for (label, *_), found in alike.items():
+        numbers = list(found)
         if len(numbers) > 1:
             shown = "; ".join(numbers[:4]) + ("; ..." if len(numbers) > 4 else "")
             raise AssertionError(

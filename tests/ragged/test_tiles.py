@@ -138,6 +138,14 @@ def plain(params, tree):
     return jnp.tanh(left @ params["w"]) * jnp.where(right > 0, right, 0.1 * right) + time
 
 
+def test_equal_steps_of_different_operations_are_not_told_apart_by_numbers():
+    def fn(params, tree):
+        states = plain(params, tree)
+        return states.max(0), jax.nn.softmax(states, 0).sum()
+
+    testing.assert_merged(on_tiles(jedbatch.batch(fn), trees(0)))
+
+
 def across(params, x):
     """Rows of [n, 4] in their relation to others, by row."""
     weight = jax.nn.softmax(x @ params["v"])
