@@ -194,11 +194,13 @@ class GroupedByShapesWarning(PerformanceWarning):
     """Instances whose arrays differ in length are not batched with each other.
 
     **Symptom.** As of `ManyTypesWarning`, or three minibatches in a row are compiled anew; a
-    printed plan says "grouped by equal shapes".
+    printed plan says "grouped by equal shapes", or of tiles "none for some arrays".
 
     **Reason.** Arrays of different lengths run together if every operation on them is known to
     work row by row, or for rows of one instance together. The message names one that is not, or
-    the place where Python decides on a length.
+    the place where Python decides on a length. Where what is done to arrays depends on the
+    structure of the instance, as where they are the states of a tree, operations must treat rows
+    alike or reduce them; else each structure is compiled by itself.
 
     **Cure.** Leave lengths to `jnp` (`x.sum(0)`, not a loop over `range(len(x))`), put what needs
     a fixed length into a cell, or pad arrays to a few lengths.

@@ -2,10 +2,12 @@
 
 import sys
 import warnings
+from collections.abc import Sequence
 
 from jedbatch._graph.degeneracy import MAX_TYPES, Degeneracy
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.symbolic_dims import is_user_code
+from jedbatch._ragged.calls import RegionCalls
 from jedbatch._record.registry import Registry
 from jedbatch.errors import (
     GroupedByShapesWarning,
@@ -17,6 +19,7 @@ from jedbatch.errors import (
 
 GROWING_PLANS = 6  # plans in a row with types that none before had,
 GROUPED_PLANS = 3  # and so many where instances are grouped by equal shapes
+FEW_PROGRAMS = 8  # for one instance of a minibatch each, of which there is no warning
 
 
 def warn_if_degenerate(
@@ -68,6 +71,34 @@ def warn_if_degenerate(
             "array, or as a positional argument of a cell",
             warned,
         )
+
+
+def warn_if_programs_grow(
+    calls: Sequence[RegionCalls], registry: Registry, new_in_a_row: int, apart: str | None
+) -> None:
+    """Warns of instances whose arrays of any length are a program of their own, each compiled anew.
+
+    Args:
+      calls: of each program of a minibatch.
+      registry: notes the causes that have been warned of.
+      new_in_a_row: minibatches, up to this one, that each had programs that none before had.
+      apart: why nodes on tiles cannot take their place; None if they can, or need not.
+    """
+    if apart is None or not new_in_a_row:
+        return
+    single = sum(len(of_region.calls) == 1 for of_region in calls)
+    if new_in_a_row < GROUPED_PLANS and single < FEW_PROGRAMS:
+        return
+    found = f"{single} instances of a minibatch need a program each"
+    if new_in_a_row >= GROUPED_PLANS:
+        found = f"{new_in_a_row} minibatches in a row needed programs that none before had"
+    warn_once(
+        GroupedByShapesWarning,
+        f"{found}, which are compiled one by one: they do to arrays of any length what cannot be "
+        f"done a few rows at a time, {apart}. Reduce such arrays to vectors before instances "
+        "differ in what is done with them, or pad them to a few lengths",
+        registry.warned,
+    )
 
 
 def warn_if_rounds_grow(registry: Registry, num_compiled: int) -> None:

@@ -55,7 +55,7 @@ from jedbatch._ragged.tiled_records import tiled_rows
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._schedule.schedule import Schedule
-from jedbatch._session.degenerate import warn_if_degenerate
+from jedbatch._session.degenerate import warn_if_degenerate, warn_if_programs_grow
 from jedbatch._session.indices import check_rows
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import Returned
@@ -202,6 +202,8 @@ def make_plan(
     session.note_types()
     shown = session.records.lengths.shown
     warn_if_degenerate(graph, session.registry, session.new_in_a_row, shown)
+    untiled = session.records.regions.tiles.apart if calls else None
+    warn_if_programs_grow(calls, session.registry, session.regions_in_a_row, untiled)
     arranged, clock = arrange(
         session,
         graph,

@@ -41,6 +41,9 @@ class Session:
       decides: whether the function has been seen to decide on values.
       num_types: node types when a minibatch was planned last.
       new_in_a_row: minibatches, up to the last, each of which had types that none before had.
+      num_regions: programs of arrays of any length when a minibatch was planned last.
+      regions_in_a_row: minibatches, up to the last, each of which had such programs that none
+        before had.
       arranged: minibatches that were planned, by their records and what their schedule depends on.
       structures: of the instances that were planned.
       mapped: programs for rows of arrays, by the record of an instance and where its arrays are.
@@ -58,6 +61,8 @@ class Session:
     decides: bool = False
     num_types: int = 0
     new_in_a_row: int = 0
+    num_regions: int = 0
+    regions_in_a_row: int = 0
     arranged: Memory = field(default_factory=lambda: Memory(0))
     structures: Structures = field(default_factory=lambda: Structures(0, 0))
     mapped: dict[tuple[Record, tuple[int, ...]], MappedProgram] = field(
@@ -179,10 +184,13 @@ class Session:
         return program if program.shape is not None else None
 
     def note_types(self) -> None:
-        """Notes how many node types there are when a minibatch is planned."""
+        """Notes how many node types and regions there are when a minibatch is planned."""
         met = len(self.registry.node_types)
         self.new_in_a_row = self.new_in_a_row + 1 if met > self.num_types else 0
         self.num_types = met
+        regions = len(self.records.regions.regions)
+        self.regions_in_a_row = self.regions_in_a_row + 1 if regions > self.num_regions else 0
+        self.num_regions = regions
 
 
 def _bytes_of_known(key: tuple[int, bytes | tuple], known: Any) -> int:

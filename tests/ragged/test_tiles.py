@@ -1,6 +1,8 @@
 """Arrays of any length between the nodes of recursive functions, against the loop."""
 
 import functools
+import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from cases.helpers import assert_close, assert_no_recompile, check, mostly_slow,
 
 import jedbatch
 from jedbatch import testing
+from jedbatch.errors import GroupedByShapesWarning
 
 pytestmark = pytest.mark.unoptimized
 
@@ -356,6 +359,28 @@ def test_what_tiles_cannot_do_runs_as_before_and_says_so():
     assert "  tiles     none for some arrays, since `cumsum`" in str(plan)
     with pytest.raises(AssertionError, match="a program of their own"):
         testing.assert_merged(plan)
+
+
+def test_programs_of_single_instances_are_warned_of():
+    def fn(params, tree):
+        return jnp.cumsum(prune(params, tree), axis=0)[:, 0].sum()
+
+    def warned_of(*minibatches):
+        batched = jedbatch.batch(fn)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            for instances in minibatches:
+                batched.plan(weights(), instances)
+        assert all(issubclass(w.category, GroupedByShapesWarning) for w in warned)
+        return [str(w.message) for w in warned]
+
+    few = [trees(seed, 5, least=3, most=9) for seed in range(4)]
+    (text,) = warned_of(*few)
+    assert "3 minibatches in a row needed programs that none before had" in text
+    assert "`cumsum` across the rows of an array" in text
+    assert not warned_of(*few[:2], *few[:2], *few[:1])
+    (text,) = warned_of(trees(0, 24, least=4, most=12))
+    assert re.match(r"\d+ instances of a minibatch need a program each", text)
 
 
 def test_sentences_of_all_trees_still_run_before_the_graph():
