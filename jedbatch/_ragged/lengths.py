@@ -49,6 +49,7 @@ Scope = tuple[int | None, int, int]  # (bound of its symbols, the least they are
 # Types of arrays, arrays by symbol, and for each array its length, or -1 - the first array that it
 # shares a symbol with.
 SymbolicTypes = tuple[list[ArrayType], dict[str, list[int]], tuple[int, ...]]
+MAX_RAGGED_TYPES = 4096  # of arrays that are kept, for all symbols
 MAX_KNOWN = 64  # types with symbols that are kept for a family
 MOST_LEAST = 8  # that lengths may be supposed to be at least
 MOST_BOUND = 1 << 20  # that lengths may be bounded by
@@ -60,7 +61,8 @@ class LengthFamily:
 
     Attributes:
       types: of the arrays of the first instance.
-      kinds: of these: (shape without length, dtype), of those that have one.
+      kind_of: these without lengths.
+      kinds: (shape without length, dtype) of those that have one.
       varied: for each array, whether it had another length in a later one.
       pairs: arrays whose lengths have been compared, so that instances are told apart by whether
         they are equal.
@@ -74,6 +76,7 @@ class LengthFamily:
 
     def __init__(self, types: Sequence[ArrayType]):
         self.types = list(types)
+        self.kind_of = [(shape[1:], dtype, weak) for shape, dtype, weak in types]
         self.kinds = {(shape[1:], dtype) for shape, dtype, _ in types if shape}
         self.lengths = [_length(t) for t in types]
         self.varied = [False] * len(types)
@@ -153,14 +156,20 @@ class LengthFamily:
         """Returns for each array the first one that it shares a symbol with."""
         classes = self.shared.get(equal)
         if classes is None:
-            found = np.frombuffer(equal, np.int32).tolist()
+            found = array.array("i", equal).tolist()
             same = [pair for pair, differ in zip(self.pairs, found, strict=False) if not differ]
             begin = len(self.pairs)
             for group in self.groups:
                 first = found[begin : begin + len(group)]
                 same += [(group[k], i) for k, i in zip(first, group, strict=True)]
                 begin += len(group)
-            classes = self.shared[equal] = _least_of_sets(len(self.types), same)
+            if self.pairs:
+                classes = _least_of_sets(len(self.types), same)
+            else:  # groups are apart from each other, and in order
+                classes = list(range(len(self.types)))
+                for first_array, i in same:
+                    classes[i] = first_array
+            self.shared[equal] = classes
         return classes
 
 
@@ -214,6 +223,7 @@ class Lengths:
         self._with: UnionFind[tuple] = UnionFind()  # and with those of which others
         self._names = 0  # symbols that a scope must have
         self._scopes: dict[tuple, dict[str, Any]] = {}  # symbols, by their scope
+        self._ragged_types: dict[tuple, ArrayType] = Memory(MAX_RAGGED_TYPES)
         self.apart: str | None = None
 
     @property
@@ -343,10 +353,19 @@ class Lengths:
         for i in ragged:
             name = names.setdefault(classes[i], _name(len(names)))
             symbols.setdefault(name, []).append(i)
-            shape, dtype, weak = types[i]
-            types[i] = (self._symbol(scope, name), *shape[1:]), dtype, weak
+            types[i] = self._ragged_type(scope, name, family.kind_of[i])
             fixed[i] = -1 - classes[i]
         return types, symbols, tuple(fixed)
+
+    def _ragged_type(self, scope: Scope, name: str, kind: ArrayType) -> ArrayType:
+        """Returns the type of arrays of a kind, given their symbol: the same object every time."""
+        key = scope, name, kind
+        known = self._ragged_types.get(key)
+        if known is None:
+            shape, dtype, weak = kind
+            known = (self._symbol(scope, name), *shape), dtype, weak
+            self._ragged_types[key] = known
+        return known
 
     def relate(self, recorded: RaggedTypes, asked: Questions, error: Exception | None) -> bool:
         """Takes note of lengths that have been compared; whether to record again.
@@ -366,7 +385,7 @@ class Lengths:
             a, b = sorted(recorded.symbols[s][0] for s in names)
             if not family.tells(a, b):
                 new.append((a, b))
-                self._relate_kinds(_kind(family, a), b - a, _kind(family, b))
+                self._relate_kinds(family.kind_of[a], b - a, family.kind_of[b])
         if new:
             family.add(new)
             self.revision += 1
@@ -386,16 +405,17 @@ class Lengths:
         """Returns arrays of kinds of which all are compared."""
         if not self._compared:
             return []
+        kinds = self._compared.intersection(family.kind_of)
+        found = {kind: self._with.find(kind) for kind in kinds}
         groups: dict[tuple, list[int]] = {}
-        for i in range(len(family.types)):
-            kind = _kind(family, i)
-            if kind in self._compared:
-                groups.setdefault(self._with.find(kind), []).append(i)
+        for i, kind in enumerate(family.kind_of):
+            if kind in found:
+                groups.setdefault(found[kind], []).append(i)
         return [group for group in groups.values() if len(group) > 1]
 
     def _related(self, family: LengthFamily) -> list[Pair]:
         """Returns pairs of arrays like others whose lengths have been compared."""
-        kinds = [_kind(family, i) for i in range(len(family.types))]
+        kinds = family.kind_of
         return [
             (a, a + steps)
             for first, steps, second in self._relations
@@ -538,12 +558,6 @@ def _greatest(extent: Any, length: int) -> int | None:
 
 def _length(array: ArrayType) -> int:
     return array[0][0] if array[0] else -1
-
-
-def _kind(family: LengthFamily, i: int) -> tuple:
-    """Returns the type of array `i` of a family without its length."""
-    shape, dtype, weak = family.types[i]
-    return shape[1:], dtype, weak
 
 
 def _reason(error: Exception) -> str:

@@ -27,7 +27,6 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 `jax.core.Trace` as in JAX's autodidax.
 """
 
-import itertools
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -190,9 +189,9 @@ class Recorder(Trace):
         """The instance with its arrays replaced by symbols (of these types)."""
         if not arrays:
             return instance
-        types = map(array_type, arrays) if types is None else types
-        kinds = list(itertools.starmap(self.registry.value_type, types))
-        values = [self.leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)]
+        types = list(map(array_type, arrays)) if types is None else types
+        kind_of = {id(t): self.registry.value_type(*t) for t in {id(t): t for t in types}.values()}
+        values = [self.leaf_value(kind_of[id(t)], leaf, ()) for leaf, t in enumerate(types)]
         return replace_arrays(instance, iter(values))
 
     def forget(self) -> None:

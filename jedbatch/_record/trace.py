@@ -414,7 +414,11 @@ def _rows_between(
             stacked = _values_at(values, own, registry.value_types[value_id])
             chunks = [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
             rows[g] = map(stacked.__getitem__, chunks)
+    whole: dict[int, InputRows] = {}  # arrays as they are, the same for all instances
     for g, a, b in zip(numbers, cuts, cuts[1:], strict=False):
+        if g in whole and b - a == 1:
+            yield whole[g]
+            continue
         how, value_id, *where = registry.groups[g]
         value_type = registry.value_types[value_id]
         if how == "value":
@@ -426,7 +430,9 @@ def _rows_between(
             yield InputRows(value_type, np.array(items), leaf)
         else:
             for item in items:
-                yield InputRows(value_type, None, leaf, item)
+                yield (chunk := InputRows(value_type, None, leaf, item))
+                if item == ():
+                    whole[g] = chunk
 
 
 def _numbers_at(values: list[Any], places: np.ndarray, value_type: ValueType) -> np.ndarray | None:
