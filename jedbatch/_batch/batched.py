@@ -53,7 +53,6 @@ from jedbatch._schedule.lane_policies import LanePolicy, checked_lane_policy, le
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import Arguments, StackedInstances, TypesOfLeaves
 from jedbatch._session.copies import find_batches, plan_copies
-from jedbatch._session.degenerate import warn_if_rounds_grow
 from jedbatch._session.mapped import MIN_ROWS, MappedProgram
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import InstanceOutput, Returned, form_of_results
@@ -306,7 +305,7 @@ class Batched(Generic[*Given, Result]):
                 session.records.read(reached)
                 with reverse_mode_only(f"the batched `{self._name}`", DECIDES):
                     results = call.run(leaves, arrays, reached)
-                warn_if_rounds_grow(session.registry, compiled["round"] - before)
+                session.note_rounds(arrays, compiled["round"] - before)
                 return results
             finally:
                 self.last_rounds = Rounds.of(call.rounds, session.forms)

@@ -2,13 +2,14 @@
 
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from jedbatch._graph.degeneracy import MAX_TYPES, Degeneracy
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.symbolic_dims import is_user_code
 from jedbatch._ragged.calls import RegionCalls
 from jedbatch._record.registry import Registry
+from jedbatch._support.types import Array
 from jedbatch.errors import (
     GroupedByShapesWarning,
     GrowingTypesWarning,
@@ -97,6 +98,51 @@ def warn_if_programs_grow(
         f"{found}, which are compiled one by one: they do to arrays of any length what cannot be "
         f"done a few rows at a time, {apart}. Reduce such arrays to vectors before instances "
         "differ in what is done with them, or pad them to a few lengths",
+        registry.warned,
+    )
+
+
+def lengths_that_differ(arrays: Iterable[Array]) -> set[tuple]:
+    """Returns the kinds, (shape without length, dtype), of arrays that are not equally long."""
+    lengths: dict[tuple, set[int]] = {}
+    for x in arrays:
+        if x.ndim:
+            lengths.setdefault((x.shape[1:], x.dtype), set()).add(x.shape[0])
+    return {kind for kind, found in lengths.items() if len(found) > 1}
+
+
+def last_for_a_length(registry: Registry, first: int, kinds: set[tuple]) -> int | None:
+    """Returns the last type, from a first one on, that reads an array of some kinds; None if none.
+
+    Args:
+      registry: of the types.
+      first: of them that is looked at.
+      kinds: see `lengths_that_differ`.
+    """
+    for t in reversed(range(first, len(registry.node_types))):
+        operands = registry.node_types[t].operands
+        if any((x.shape[1:], x.dtype) in kinds for x in operands if x.shape):
+            return t
+    return None
+
+
+def warn_if_lengths_grow(registry: Registry, calls_in_a_row: int, last: int) -> None:
+    """Warns of calls that decide on values, each of which had types for lengths that were new.
+
+    Args:
+      registry: of the types.
+      calls_in_a_row: up to this one.
+      last: of these types.
+    """
+    if calls_in_a_row < GROUPED_PLANS:
+        return
+    at = f" ({registry.lines[last]})" if last in registry.lines else ""
+    warn_once(
+        GroupedByShapesWarning,
+        f"{calls_in_a_row} calls in a row had arrays of lengths that none before had, and each "
+        "time programs were compiled: where Python decides on values, each length has types of "
+        f"its own. The last is `{registry.node_types[last]}`{at}. Let `jnp.where` or "
+        "`jax.lax.cond` decide, so that all lengths run together, or pad arrays to a few lengths",
         registry.warned,
     )
 

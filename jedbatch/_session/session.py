@@ -1,5 +1,6 @@
 """`Session`: what a batched function keeps between minibatches."""
 
+import itertools
 import threading
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,12 @@ from jedbatch._record.granularity.projections import Projections
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.lane_policies import LanePolicy, least_loss
 from jedbatch._session.arguments import StackedInstances
+from jedbatch._session.degenerate import (
+    last_for_a_length,
+    lengths_that_differ,
+    warn_if_lengths_grow,
+    warn_if_rounds_grow,
+)
 from jedbatch._session.mapped import MappedProgram, places_of
 from jedbatch._session.options import Options
 from jedbatch._session.program_cache import MAX_PROGRAMS, ProgramCache
@@ -44,6 +51,8 @@ class Session:
       num_regions: programs of arrays of any length when a minibatch was planned last.
       regions_in_a_row: minibatches, up to the last, each of which had such programs that none
         before had.
+      lengths_in_a_row: calls that decided on values, up to the last, each of which had types for
+        arrays of lengths that none before had.
       arranged: minibatches that were planned, by their records and what their schedule depends on.
       structures: of the instances that were planned.
       mapped: programs for rows of arrays, by the record of an instance and where its arrays are.
@@ -63,6 +72,7 @@ class Session:
     new_in_a_row: int = 0
     num_regions: int = 0
     regions_in_a_row: int = 0
+    lengths_in_a_row: int = 0
     arranged: Memory = field(default_factory=lambda: Memory(0))
     structures: Structures = field(default_factory=lambda: Structures(0, 0))
     mapped: dict[tuple[Record, tuple[int, ...]], MappedProgram] = field(
@@ -191,6 +201,23 @@ class Session:
         regions = len(self.records.regions.regions)
         self.regions_in_a_row = self.regions_in_a_row + 1 if regions > self.num_regions else 0
         self.num_regions = regions
+
+    def note_rounds(self, arrays: Sequence[Sequence[Array]], num_compiled: int) -> None:
+        """Notes a call that decided on values, and warns if such calls compile again and again.
+
+        Args:
+          arrays: of its instances.
+          num_compiled: programs for rounds that it compiled.
+        """
+        warn_if_rounds_grow(self.registry, num_compiled)
+        last = None
+        if num_compiled:
+            kinds = lengths_that_differ(itertools.chain.from_iterable(arrays))
+            last = last_for_a_length(self.registry, self.num_types, kinds) if kinds else None
+        self.num_types = len(self.registry.node_types)
+        self.lengths_in_a_row = 0 if last is None else self.lengths_in_a_row + 1
+        if last is not None:
+            warn_if_lengths_grow(self.registry, self.lengths_in_a_row, last)
 
 
 def _bytes_of_known(key: tuple[int, bytes | tuple], known: Any) -> int:

@@ -145,3 +145,19 @@ def test_lists_that_get_longer_where_python_decides():
         results = jedbatch.batch(sums)(W, xs)
     assert len(warned) == 1
     np.testing.assert_array_equal(results, [sums(W, x) for x in xs])
+
+
+def test_lengths_that_are_new_in_each_call_that_decides():
+    def scaled(w, x):
+        return x.sum() * w if x[0] > 0 else x[0] + w
+
+    def calls(batched, lengths):
+        for k in lengths:
+            xs = [np.full(n, n % 2 - 0.5, np.float32) for n in (k, k + 1)]
+            np.testing.assert_allclose(batched(W, xs), [scaled(W, x) for x in xs], rtol=1e-5)
+
+    calls(jedbatch.batch(scaled), (3, 5, 3, 7))
+    with pytest.warns(GroupedByShapesWarning, match="3 calls in a row had arrays of") as warned:
+        calls(jedbatch.batch(scaled), (3, 5, 7, 9))
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
