@@ -412,10 +412,12 @@ class Batched(Generic[*Given, Result]):
             )
         session, leaves = self._session(tuple(shared), plan.static.devices)
         of_plan = programs_of(plan)  # which may have been forgotten
-        if (
-            of_plan.arguments_key != session.programs.arguments_key
-            or of_plan.environment is not self._environment
-        ):
+        if of_plan.environment is not self._environment:
+            raise ValueError(
+                f"`apply` of the batched `{self._name}` got a plan that another batched function "
+                "made; make one with its own `plan(*shared, instances)`."
+            )
+        if of_plan.arguments_key != session.programs.arguments_key:
             raise ValueError(
                 "`apply` got shared arguments of another structure, shapes or dtypes than the "
                 "plan was made for; make a new one with `plan(*shared, instances)`."

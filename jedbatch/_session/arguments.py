@@ -519,7 +519,9 @@ def checked_axes(fn: Callable, in_axes: object, out_axes: object) -> int | tuple
     if not axes or not all(axis is None or is_zero(axis) for axis in axes):
         raise ValueError(
             f"`batch` got in_axes={checks.brief(in_axes)}; expected 0 or a tuple with None (shared "
-            "by all instances) or 0 (a sequence of instances) for each argument."
+            "by all instances) or 0 (a sequence of instances) for each argument. For another axis "
+            "of an array, give `jnp.moveaxis(x, axis, 0)`; what instances share that is part of an "
+            "argument is an argument of its own."
         )
     if 0 not in axes:
         raise ValueError(

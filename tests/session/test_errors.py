@@ -36,6 +36,21 @@ def test_in_axes_that_make_no_sense(in_axes):
         jedbatch.batch(lambda p, x: x, in_axes=in_axes)
 
 
+@pytest.mark.parametrize("axis", [-1, {"x": 0, "shared": None}])
+def test_in_axes_of_vmap_that_have_another_form_here(axis):
+    with pytest.raises(ValueError, match=r"give `jnp.moveaxis.* is an argument of its own"):
+        jedbatch.batch(lambda p, x: x, in_axes=(None, axis))
+
+
+def test_plans_of_other_functions_and_for_other_arguments():
+    tripled, halved = (jedbatch.batch(lambda p, x, k=k: p * x * k) for k in (3.0, 0.5))
+    plan = tripled.plan(P, [X])
+    with pytest.raises(ValueError, match="a plan that another batched function made"):
+        halved.apply(P, plan)
+    with pytest.raises(ValueError, match="shared arguments of another structure, shapes"):
+        tripled.apply(P[None], plan)
+
+
 def test_in_axes_of_another_length():
     with pytest.raises(ValueError, match=r"got 3 arguments and `in_axes` has 2 entries"):
         jedbatch.batch(lambda p, x, y: x)(P, [X], [X])
