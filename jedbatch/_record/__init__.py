@@ -6,70 +6,71 @@ Read in this order:
    replaced.
 2. `instance_key`: Keys of instances: equal for instances that have the same graph.
 3. `closures`: Identity of Python functions: equal keys for functions that compute the same.
-4. `asking`: Whether Python asks what a number is, which is an operand while a cell is traced.
-5. `cell`: `cell`: a function as one unit of batching.
-6. `readers`: How environments read what they have seen once more: functions from a thing to what
+4. `held`: What functions hold, and functions like them that hold other things.
+5. `asking`: Whether Python asks what a number is, which is an operand while a cell is traced.
+6. `cell`: `cell`: a function as one unit of batching.
+7. `readers`: How environments read what they have seen once more: functions from a thing to what
    is in it.
-7. `environment`: The values that a function reads besides its arguments, and detection of changes
+8. `environment`: The values that a function reads besides its arguments, and detection of changes
    to them.
-8. `escapes`: Traced values that outlive their trace: kept by the user, or by the caches of
+9. `escapes`: Traced values that outlive their trace: kept by the user, or by the caches of
    libraries.
-9. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
+10. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
    jaxprs.
-10. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
-11. `element_functions`: Functions of one element of a list, computed once where the element is
+11. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
+12. `element_functions`: Functions of one element of a list, computed once where the element is
    made.
-12. `padded_calls`: Nodes with lists as nodes of types that have room for more elements.
-13. `arity`: Cells that take lists of any length: one type for many lengths.
-14. `shared_values`: Values that do not depend on the instance, and how they are computed before
+13. `padded_calls`: Nodes with lists as nodes of types that have room for more elements.
+14. `arity`: Cells that take lists of any length: one type for many lengths.
+15. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
-15. `shared_operands`: Shared arrays that cells get in place of values.
-16. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
+16. `shared_operands`: Shared arrays that cells get in place of values.
+17. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
    a context.
-17. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
+18. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
    enough.
-18. `rule_programs`: Functions with a derivative rule of their own, traced: the function and its
+19. `rule_programs`: Functions with a derivative rule of their own, traced: the function and its
    rule as programs.
-19. `custom_rules`: Functions with a derivative rule of their own, as programs.
-20. `rules_in_cells`: Functions with derivative rules made inside of a cell, of values of the cell.
-21. `registry`: Types, shared values and calls seen while recording, interned.
-22. `failures`: What errors of users' functions say besides what JAX says: where they
+20. `custom_rules`: Functions with a derivative rule of their own, as programs.
+21. `rules_in_cells`: Functions with derivative rules made inside of a cell, of values of the cell.
+22. `registry`: Types, shared values and calls seen while recording, interned.
+23. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
-23. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-24. `operators`: Indexing symbols, and Python's operators on them.
-25. `fast_path`: Recording calls of cells the second time: by a short description of their
+24. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+25. `operators`: Indexing symbols, and Python's operators on them.
+26. `fast_path`: Recording calls of cells the second time: by a short description of their
    arguments.
-26. `slow_path`: Recording calls of cells the first time, and those without a short description.
-27. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
+27. `slow_path`: Recording calls of cells the first time, and those without a short description.
+28. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
    `jnp.zeros(8)`.
-28. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-29. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-30. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+29. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+30. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+31. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-31. `recorder`: A recorder of what a function does to symbolic values.
-32. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-33. `thread_settings`: The settings of a thread, for work that goes on in another one.
-34. `deep`: Recursion deeper than Python's limit.
-35. `trace`: Recording a minibatch: every instance of it as a graph.
-36. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+32. `recorder`: A recorder of what a function does to symbolic values.
+33. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+34. `thread_settings`: The settings of a thread, for work that goes on in another one.
+35. `deep`: Recursion deeper than Python's limit.
+36. `trace`: Recording a minibatch: every instance of it as a graph.
+37. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-37. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-38. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+38. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+39. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-39. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+40. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-40. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+41. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-41. `granularity.fuse`: Finding cells without marks: operations that always run together become
+42. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-42. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+43. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-43. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+44. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-44. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-45. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+45. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+46. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-46. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-47. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+47. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+48. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """

@@ -33,12 +33,20 @@ ASKING = frozenset(
     }
 )
 
+# What tells by identity where something is in a container, or which object it is.
+FINDING = frozenset({"count", "get", "hash", "id", "index", "pop", "setdefault"})
+
 CAUGHT, LEFT_BY_ERROR = dis.opmap["PUSH_EXC_INFO"], dis.opmap["WITH_EXCEPT_START"]
+
+EXTENDED = dis.opmap["EXTENDED_ARG"]
+FINDS = frozenset(dis.opmap[x] for x in ("IS_OP", "CONTAINS_OP", "BINARY_SUBSCR"))
 
 
 @contextlib.contextmanager
-def noting_whether_it_asks(found: list[bool]) -> Iterator[None]:
+def noting_whether_it_asks(found: list[bool], has_identity: bool = False) -> Iterator[None]:
     """Adds to a list at the end whether Python code of the user inside asked, or may have.
+
+    If what it holds `has_identity`, it may ask for that, too: a copy is another object.
 
     It may have where a profiler is at work, which takes the place that this needs.
     """
@@ -50,7 +58,7 @@ def noting_whether_it_asks(found: list[bool]) -> Iterator[None]:
 
     def note(frame: types.FrameType, event: str, _: object) -> None:
         nonlocal asked
-        asked = asked or (event == "call" and _asks(frame))
+        asked = asked or (event == "call" and _asks(frame, has_identity))
 
     sys.setprofile(note)
     try:
@@ -60,7 +68,7 @@ def noting_whether_it_asks(found: list[bool]) -> Iterator[None]:
         found.append(asked)
 
 
-def _asks(frame: types.FrameType) -> bool:
+def _asks(frame: types.FrameType, has_identity: bool) -> bool:
     """Returns whether a call that begins may ask what an operand is: its type, or how it is spelt.
 
     Code that catches errors may, too: those of deciding on a value. So may the end of a `with`
@@ -70,7 +78,7 @@ def _asks(frame: types.FrameType) -> bool:
     if code.co_name == "__repr__" and isinstance(frame.f_locals.get("self"), Tracer):
         return True
     if not is_installed(module):
-        return _may_ask(code)
+        return _may_ask(code) or (has_identity and _may_find(code))
     if module == "functools" and "singledispatch" in code.co_qualname and frame.f_back is not None:
         return not is_installed(frame.f_back.f_globals.get("__name__", ""))
     return False
@@ -89,3 +97,14 @@ def _may_ask(code: types.CodeType) -> bool:
     if not ASKING.isdisjoint(code_names(code)):
         return True
     return any(_may_ask(c) for c in code.co_consts if isinstance(c, types.CodeType))
+
+
+@functools.lru_cache(maxsize=4096)
+def _may_find(code: types.CodeType) -> bool:
+    """Returns whether code compares objects by identity or looks one up, in all but constants."""
+    operations = [x for x in code.co_code[::2] if x not in (dis.opmap["CACHE"], EXTENDED)]
+    for before, operation in itertools.pairwise(operations):
+        if operation in FINDS and before != dis.opmap["LOAD_CONST"]:
+            return True
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return not FINDING.isdisjoint(code_names(code)) or any(map(_may_find, inner))

@@ -116,8 +116,9 @@ def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> A
       over something new each time (`RecompilationWarning`). Symbolic values it closes over
       become operands, and so do numbers and small arrays of NumPy that differ from call to call,
       unless Python must know them; those that are its defaults or the arguments of a
-      `functools.partial`, and those that functions among these close over, too. If what it closes
-      over changes, weights of a module for instance, it is recorded again (see `jedbatch.batch`).
+      `functools.partial`, and those that functions, tuples, lists, dicts and objects among these
+      hold, too. If what it closes over changes, weights of a module for instance, it is recorded
+      again (see `jedbatch.batch`).
 
     Examples:
       >>> import jax.numpy as jnp, jedbatch

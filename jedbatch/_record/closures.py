@@ -3,23 +3,18 @@
 Two functions compute the same if their code, globals, defaults, attributes and closed-over values
 are the same. These are compared by content where it can be written out and else by identity.
 
-Before, some of what a function holds is taken out of it (`held_values`, `with_held_values`):
-symbolic values, which are operands, and numbers that differ from call to call. It holds what it
-closes over, its defaults, the arguments of a `functools.partial`, and what functions among these
-hold.
+Before, some of what a function holds is taken out of it (see `held_values`).
 """
 
 import abc
 import contextlib
 import enum
 import functools
-import itertools
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
 from jax.core import Tracer
 
@@ -158,127 +153,6 @@ def _identity(
 def _attributes(fn: Any) -> list[tuple[str, Any]]:
     """The attributes that were assigned to a function, which it may read."""
     return [(name, x) for name, x in sorted(vars(fn).items()) if name != "__wrapped__"]
-
-
-Parts = dict[int, tuple[Any, list[Any]]]  # functions and what they are made of, by their ids
-
-
-def _parts(x: Any) -> list[Any] | None:
-    """The parts of a function, if there can be one with others; None of anything else."""
-    if type(x) in (functools.partial, jax.tree_util.Partial):
-        return [x.func, *x.args, *(value for _, value in sorted(x.keywords.items()))]
-    if type(x) is types.MethodType:
-        return [x.__func__]
-    if type(x) is types.FunctionType and cell_of(x) is None:
-        return [*free_values(x), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-    return None
-
-
-def _functions_in(fn: object) -> Parts:
-    """A function and the functions that it holds, each once."""
-    found: Parts = {}
-    stack = [fn]
-    while stack:
-        x = stack.pop()
-        parts = None if id(x) in found else _parts(x)
-        if parts is not None:
-            found[id(x)] = x, parts
-            stack += reversed(parts)
-    return found
-
-
-def held_values(fn: object) -> tuple[Any, ...]:
-    """Returns all that a function holds, and the functions that it holds: but for functions."""
-    found = _functions_in(fn)
-    return tuple([x for _, parts in found.values() for x in parts if id(x) not in found])
-
-
-def held_functions(fn: object) -> Hashable:
-    """Which function holds which: two of equal identity may hold one twice, or another as well."""
-    found = _functions_in(fn)
-    numbers = {key: k for k, key in enumerate(found)}
-    return tuple([tuple([numbers.get(id(x)) for x in parts]) for _, parts in found.values()])
-
-
-def with_held_values(fn: Any, values: Mapping[int, Any]) -> Any:
-    """The function with some of the `held_values` replaced, by position."""
-    if not values:
-        return fn
-    found, position = _functions_in(fn), itertools.count()
-    parts_of, changed = {}, set()
-    for key, (_, parts) in found.items():
-        places = [None if id(x) in found else next(position) for x in parts]
-        parts_of[key] = [
-            x if k is None else values.get(k, x) for k, x in zip(places, parts, strict=True)
-        ]
-        if not values.keys().isdisjoint(places):
-            changed.add(key)
-    num_changed = 0
-    while num_changed != len(changed):
-        num_changed = len(changed)
-        changed |= {
-            key for key, parts in parts_of.items() if not changed.isdisjoint(map(id, parts))
-        }
-    copies: dict[int, Any] = {}
-    cells: dict[int, types.CellType] = {}  # several functions may assign to one
-
-    def cell_like(old: types.CellType, parts: Iterator[Any]) -> types.CellType:
-        if not _is_assigned(old):
-            return old
-        part = next(parts)
-        is_changed = part is not old.cell_contents or id(part) in changed
-        return cells.setdefault(id(old), types.CellType()) if is_changed else old
-
-    def copy(x: Any) -> Any:
-        if id(x) not in changed:
-            return x
-        if id(x) not in copies:
-            if type(x) is types.FunctionType:
-                parts = iter(parts_of[id(x)])
-                closure = tuple([cell_like(c, parts) for c in x.__closure__ or ()])
-                made = types.FunctionType(x.__code__, x.__globals__, x.__name__, None, closure)
-                made.__dict__.update(x.__dict__)
-                copies[id(x)] = made  # it may call itself
-                _fill(x, made, [copy(part) for part in parts_of[id(x)]])
-            else:
-                fn, *args = [copy(part) for part in parts_of[id(x)]]
-                copies[id(x)] = _bound(x, fn, args)
-        return copies[id(x)]
-
-    return copy(fn)
-
-
-def _bound(x: Any, fn: Any, args: list[Any]) -> Any:
-    """A method or partial like another one, of another function and with other arguments."""
-    if type(x) is types.MethodType:
-        return types.MethodType(fn, x.__self__)
-    names = sorted(x.keywords)
-    first = len(args) - len(names)
-    made = type(x)(fn, *args[:first], **dict(zip(names, args[first:], strict=True)))
-    made.__dict__.update(x.__dict__)
-    return made
-
-
-def _fill(fn: types.FunctionType, made: types.FunctionType, parts: list[Any]) -> None:
-    """Gives a copy of a function its parts."""
-    rest = iter(parts)
-    for old, new in zip(fn.__closure__ or (), made.__closure__ or (), strict=True):
-        if _is_assigned(old):
-            part = next(rest)
-            if new is not old:
-                new.cell_contents = part
-    made.__defaults__ = tuple([next(rest) for _ in fn.__defaults__ or ()]) or None
-    made.__kwdefaults__ = {name: next(rest) for name in fn.__kwdefaults__ or ()} or None
-
-
-def _is_assigned(cell: types.CellType) -> bool:
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:  # a name not assigned yet
-        return False
-
-
-OPERAND = object()  # stands for what a function takes as an operand
 
 
 @functools.lru_cache(maxsize=4096)

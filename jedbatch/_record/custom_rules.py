@@ -35,7 +35,7 @@ from jedbatch._jaxpr.numbers import BODIES, literal, traced_bodies
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._jaxpr.versions import RULES_OF, consts_of, traced_rule, without_consts
 from jedbatch._record.cell import pause
-from jedbatch._record.closures import held_values
+from jedbatch._record.held import held_values
 from jedbatch._record.keys import Keys
 from jedbatch._record.rule_programs import CustomPrograms, custom_programs
 from jedbatch._record.variants import VariantsMet

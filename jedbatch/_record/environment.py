@@ -36,7 +36,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -142,11 +142,13 @@ class Reached(NamedTuple):
       number: equal for times between which nothing has changed.
       arrays: the arrays of JAX.
       names: under which programs read them (see `SharedValue`): the way to each.
+      things: ids of all things that were looked at.
     """
 
     number: int
     arrays: tuple[Any, ...]
     names: tuple["AccessPath", ...]
+    things: Set[int] = frozenset()
 
     @property
     def ways(self) -> dict[int, "AccessPath"]:
@@ -173,6 +175,7 @@ class Environment:
         self._guards: list[_Guard] = []
         self._arrays: list[weakref.ref] = []
         self._names: tuple[AccessPath, ...] = ()
+        self._things: Set[int] = frozenset()
         self._numbers: collections.OrderedDict[Hashable, int] = collections.OrderedDict()
         self._count = itertools.count(1)
         self._number = 0
@@ -210,7 +213,7 @@ class Environment:
             self._keep(text)
         else:
             arrays = tuple([ref() for ref in self._arrays])
-        return Reached(self._number, arrays, self._names)
+        return Reached(self._number, arrays, self._names, self._things)
 
     def follow(self, way: AccessPath) -> Any:
         """Returns the object that is now at the end of a way; None if a step of it fails."""
@@ -241,6 +244,7 @@ class Environment:
     def clear(self) -> None:
         """Forgets what was seen."""
         self._guards, self._arrays, self._names, self._number = [], [], (), 0
+        self._things = frozenset()
         self._classes.clear()
         self._text = None
         self._numbers.clear()
@@ -254,7 +258,7 @@ class Environment:
         text = walk.write(self._fn, list(self._classes))
         self._num_read = len(self._classes)
         self._guards, self._arrays = walk.guards, list(map(weakref.ref, walk.arrays))
-        self._names = tuple(walk.names)
+        self._names, self._things = tuple(walk.names), walk.things
         return text, tuple(walk.arrays)
 
     def _keep(self, text: Hashable) -> None:
@@ -304,6 +308,11 @@ class _Walk:
         self._named: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
         self._code_names: set[str] = set()  # of all code that was met
         self._of_classes: dict[type, dict[str, None]] = {}  # what was visited of them
+
+    @property
+    def things(self) -> Set[int]:
+        """Ids of all that was met."""
+        return self._places.keys()
 
     def write(self, fn: object, classes: Sequence[type] = ()) -> Hashable:
         """All that a function reaches, written out, with classes of objects in instances."""

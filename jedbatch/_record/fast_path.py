@@ -25,7 +25,8 @@ from jax.tree_util import PyTreeDef
 
 from jedbatch._jaxpr.identity import tree_key
 from jedbatch._record.cell import Cell
-from jedbatch._record.closures import held_values, reachable_cells
+from jedbatch._record.closures import reachable_cells
+from jedbatch._record.held import held_values, holds_what_may_change
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import may_change
 from jedbatch._record.registry import END
@@ -194,6 +195,8 @@ def describe_call(
     if reachable_cells(cell.fn) != cell.closure:
         return None
     if any(isinstance(x, Tracer | np.ndarray) for x in held_values(cell.fn)):
+        return None
+    if holds_what_may_change(cell.fn, recorder.registry.things_reached):
         return None
     if static:
         try:

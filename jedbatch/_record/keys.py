@@ -38,6 +38,8 @@ from jedbatch._support.types import Leaf
 MANY_JAXPRS = 1024  # programs known by identity
 MANY_OPERATIONS = 10_000  # primitives with parameters that are plain
 MANY_FUNCTIONS = 256  # with derivative rules of their own
+MANY_CONSTANTS = 10_000  # results of operations on constants
+CONSTANT_BYTES = 1 << 26
 MAX_RULES = 3  # of differentiation, each in the program of another
 PLAIN_PARAMS = frozenset({bool, int, float, str, type(None)})
 
@@ -262,3 +264,12 @@ def identity_of_constant(x: Leaf) -> Hashable:
     if isinstance(x, np.ndarray):  # its contents may change
         return type(x), x.dtype, x.shape, x.tobytes()
     return Same(x) if is_array(x) else typed_or_same(x)
+
+
+def memory_of_constants() -> dict[Hashable, list[Any]]:
+    """Returns a place for results of operations on concrete values, by these."""
+    return Memory(MANY_CONSTANTS, CONSTANT_BYTES, _bytes_of_constant)
+
+
+def _bytes_of_constant(key: Any, results: list[Any]) -> int:
+    return 100 * len(key) + sum(8 * np.size(x) for x in results)

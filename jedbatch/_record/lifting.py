@@ -7,7 +7,7 @@ become operands.
 """
 
 import math
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,13 +15,8 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._jaxpr.numbers import Number, is_number, with_numbers
-from jedbatch._record.closures import (
-    OPERAND,
-    function_identity,
-    held_functions,
-    held_values,
-    with_held_values,
-)
+from jedbatch._record.closures import function_identity
+from jedbatch._record.held import OPERAND, held_functions, held_values, with_held_values
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._support.caches import Memory
 
@@ -144,13 +139,18 @@ class Lifting:
         numbers_met.varying = tuple([k for k in numbers_met.varying if k not in numbers_met.fixed])
 
     def of_closure(
-        self, fn: Callable, reached: Mapping[int, Hashable], computed: Collection[int]
+        self,
+        fn: Callable,
+        reached: Mapping[int, Hashable],
+        known: Container[int],
+        computed: Collection[int],
     ) -> tuple[Hashable, dict[int, Number]]:
         """Returns a function without the numbers it holds, and those that are operands.
 
         Args:
           fn: the function.
           reached: names of arrays by which they are known, by their ids.
+          known: ids of objects that do not change.
           computed: ids of arrays that were computed from numbers while recording.
 
         Returns:
@@ -163,7 +163,7 @@ class Lifting:
         if not numbers:
             return None, {}
         places = [*numbers, *(k for k, x in held.items() if isinstance(x, Tracer))]
-        without = with_held_values(fn, dict.fromkeys(places, OPERAND))
+        without = with_held_values(fn, dict.fromkeys(places, OPERAND), known)
         types = tuple((x.value.shape, x.value.dtype, x.weak) for x in numbers.values())
         skeleton = "closure", function_identity(without, reached), held_functions(fn), types
         lifted = self.lifted(skeleton, tuple(numbers.values()))

@@ -8,7 +8,7 @@ types, shared values, groups of inputs. An operation is traced by JAX once, when
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -39,7 +39,7 @@ from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.escapes import is_kept, live_tracers, only_new_garbage
 from jedbatch._record.hidden import Hidden, by_class
 from jedbatch._record.instance_arrays import flatten, is_array
-from jedbatch._record.keys import Keys
+from jedbatch._record.keys import Keys, memory_of_constants
 from jedbatch._record.lifting import Lifting
 from jedbatch._record.shared_operands import SharedOperands
 from jedbatch._record.shared_values import SharedValue, derived, owned, prologue
@@ -52,15 +52,9 @@ from jedbatch.errors import EscapedValueError, SymbolicValueError
 MAX_CONSTANT_NUMBERS = 4
 MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
 MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
-MANY_CONSTANTS = 10_000  # kept
-CONSTANT_BYTES = 1 << 26
 MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
 END = None  # where a description of a call ends
 NUMBER_TYPES = (int, float, complex, np.generic)
-
-
-def _bytes_of_constant(key: Any, results: list[Any]) -> int:
-    return 100 * len(key) + sum(8 * np.size(x) for x in results)
 
 
 class Registry:
@@ -81,6 +75,7 @@ class Registry:
       arities: the calls of cells that differ in the length of lists.
       shared_operands: arguments of cells that are values, though they are shared in some calls.
       reached: the way to arrays by which they are known, by their ids (see `_record.environment`).
+      things_reached: ids of all that the function reaches, which stays as it is.
       arrays_reached: these arrays, by the way to them.
       tokens_reached: (type, token) of those that cells were given, by the way to them.
       is_traced: whether some of them are traced.
@@ -107,9 +102,7 @@ class Registry:
         self.arrays: dict[tuple, tuple[int, Hashable]] = {}
         self._num_calls = 0
         self._kept: list[Any] = []
-        self.constants: dict[Hashable, list[Any]] = Memory(
-            MANY_CONSTANTS, CONSTANT_BYTES, _bytes_of_constant
-        )
+        self.constants = memory_of_constants()
         self._ids: dict[Hashable, Any] = {}
         self._value_type_ids: dict[tuple, int] = {}  # by what makes them, for those met before
         self.keys = Keys()
@@ -123,6 +116,7 @@ class Registry:
         self._known_transient: dict[int, bool] = {}
         self._known_paths: dict[int, set[tuple]] = {}
         self.reached: Mapping[int, AccessPath] = {}
+        self.things_reached: Set[int] = frozenset()
         self.arrays_reached: Mapping[Any, Any] = {}
         self.tokens_reached: dict[Any, tuple[Any, Hashable]] = {}
         self.is_traced = False
@@ -314,7 +308,8 @@ class Registry:
             self.forget_calls()
             self._number = reached.number
             self._of_user = self._of_states.setdefault(reached.number, {})
-        self.reached = self.keys.reached = reached.ways
+        self.reached, self.things_reached = reached.ways, reached.things
+        self.keys.reached = self.reached
         self.arrays_reached = dict(zip(reached.names, reached.arrays, strict=True))
         self.is_traced = any(isinstance(x, Tracer) for x in reached.arrays)
 

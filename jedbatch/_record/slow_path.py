@@ -23,15 +23,16 @@ from jedbatch._jaxpr.numbers import Number, is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
 from jedbatch._record.asking import noting_whether_it_asks
 from jedbatch._record.cell import Cell, pause, spelled, static_options
-from jedbatch._record.closures import (
+from jedbatch._record.closures import function_identity
+from jedbatch._record.failures import note_call
+from jedbatch._record.fast_path import reference_widths
+from jedbatch._record.held import (
     OPERAND,
-    function_identity,
+    has_identity,
     held_functions,
     held_values,
     with_held_values,
 )
-from jedbatch._record.failures import note_call
-from jedbatch._record.fast_path import reference_widths
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.instance_key import is_constant
 from jedbatch._record.registry import NUMBER_TYPES
@@ -45,7 +46,9 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
     """Records a call of a cell: any pytrees of anything."""
     registry, num_nodes = recorder.registry, len(recorder.call_specs)
     while True:
-        skeleton, lifted = registry.lifting.of_closure(cell.fn, registry.reached, recorder.computed)
+        skeleton, lifted = registry.lifting.of_closure(
+            cell.fn, registry.reached, registry.things_reached, recorder.computed
+        )
         try:
             recorded = recorder.cell_call_spec(cell, args, static, lifted)
         except Exception:
@@ -163,7 +166,8 @@ def _prepared(
     leaves = [as_number(leaf) for leaf in leaves]
     if _is_foreign(recorder, leaves):
         return None
-    without = with_held_values(fn, dict.fromkeys(places, OPERAND))
+    known = recorder.registry.things_reached
+    without = with_held_values(fn, dict.fromkeys(places, OPERAND), known)
     identity = function_identity(without, recorder.registry.reached)
     if captured:
         identity = identity, held_functions(fn)
@@ -177,7 +181,9 @@ def _prepared(
         constants = iter(fixed)
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
         args, values = jax.tree.unflatten(tree, filled)
-        watched = noting_whether_it_asks(asked) if lifted else contextlib.nullcontext()
+        watched: Any = contextlib.nullcontext()
+        if lifted:
+            watched = noting_whether_it_asks(asked, has_identity(fn))
         try:
             with rules_as_programs(recorder.registry), watched:
                 return with_held_values(fn, dict(zip(places, values, strict=True)))(*args, **static)

@@ -157,17 +157,43 @@ def array_that_changes(p, x):
     return first + OVER_ROWS(p["b"])
 
 
-@pytest.mark.parametrize("fn", [attribute_of_function, attribute_of_partial, array_that_changes])
+class Scale:
+    def __init__(self, by):
+        self.by = by
+
+    def run(self, v):
+        return jnp.sin(v) * self.by
+
+
+def object_that_changes(p, x):
+    held = Scale(float(x[0]))
+    scaled, run = cell(lambda v: jnp.tanh(v) * held.by), cell(held.run)
+    first = run(scaled(scaled(p["a"])))
+    held.by = float(x[1])
+    return run(scaled(scaled(first)))
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [attribute_of_function, attribute_of_partial, array_that_changes, object_that_changes],
+)
 def test_functions_that_hold_something_else(fn):
     found = jedbatch.batch(fn)(P, XS)
     assert_close(found, jnp.stack([fn(P, x) for x in XS]), rtol=1e-5)
 
 
-def test_values_a_cell_reaches_in_containers_are_an_error():
-    """Only what functions hold becomes an operand."""
-
+def test_values_that_a_cell_reaches_in_containers_are_operands():
     def fn(p, x):
-        held = [x]
+        held, scale = [x, {"twice": 2 * x}], Scale(jnp.cos(x))
+        return cell(lambda v: held[0] * v + held[1]["twice"] + scale.run(v))(p["a"])
+
+    batched = check(fn, P, XS)
+    assert len(batched.plan(P, XS).graph.present_types) == 3
+
+
+def test_values_that_a_cell_reaches_where_nothing_is_looked_into_are_an_error():
+    def fn(p, x):
+        held = collections.deque([x])
         return cell(lambda v: jnp.sin(v) * held[0])(p["a"])
 
     with pytest.raises(jedbatch.errors.SymbolicValueError, match="as an argument"):

@@ -2,6 +2,7 @@
 
 import contextlib
 import cProfile
+import dataclasses
 import functools
 import itertools
 
@@ -124,7 +125,30 @@ def of_checkpoint(rate):
     return jax.checkpoint(lambda x: jnp.sin(x * rate))
 
 
+@dataclasses.dataclass(frozen=True)
+class Rated:
+    rate: float
+
+
+def of_containers(rate):
+    """Numbers in lists, dicts and objects, and in functions that JAX compiles."""
+    held = {"rates": [rate, (2.0, {"by": rate})], "name": "decay"}
+    me, frozen, compiled = ScaledDecay(rate), Rated(rate), jax.jit(functools.partial(decay, rate))
+
+    def scaled(x):
+        of_list = compiled(x) * held["rates"][0] + held["rates"][1][1]["by"]
+        return of_list * me.run(0.5, x) + frozen.rate
+
+    return scaled
+
+
+def of_method_of_an_object(rate):
+    return functools.partial(ScaledDecay(rate).run, 0.5)
+
+
 HOLDERS = [
+    of_containers,
+    of_method_of_an_object,
     of_partial,
     of_partial_by_name,
     of_partial_of_partial,
@@ -351,6 +375,17 @@ def held(t, y):
     return lambda y: y * me.rate(t)
 
 
+NAMED = {}  # objects by themselves
+
+
+def looked_up(t, y):
+    """A cell over an object that a table knows, which a copy with another number is not."""
+    me = Rate(t)
+    if t == 0.5:
+        NAMED[me] = 7.0
+    return lambda y: y * NAMED.get(me, me.t)
+
+
 class Anyway:
     """A `with` statement that goes on after any error."""
 
@@ -381,6 +416,7 @@ def compared_in(context):
     [
         compared_in(lambda: contextlib.suppress(TypeError)),
         compared_in(Anyway),
+        looked_up,
         lambda t, y: lambda y: y * (7 if isinstance(t, float) and t == 0.5 else t),
         lambda t, y: lambda y: y * schedule.rate(t),
         held,

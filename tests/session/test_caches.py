@@ -109,7 +109,7 @@ def test_what_is_made_anew_is_forgotten(fn, monkeypatch):
     """Programs, cells and constants that every instance makes."""
     monkeypatch.setattr(_keys, "MANY_JAXPRS", 20)
     monkeypatch.setattr(_registry, "MANY_CALLS", 20)
-    monkeypatch.setattr(_registry, "MANY_CONSTANTS", 20)
+    monkeypatch.setattr(_keys, "MANY_CONSTANTS", 20)
     batched = jedbatch.batch(fn, cache_size=4)
 
     def kept(begin):
