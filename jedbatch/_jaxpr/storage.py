@@ -78,3 +78,13 @@ def from_stored(x: Array, value_type: ValueType) -> Array:
 def to_stored(x: Array, value_type: ValueType) -> Array:
     """A value as it is kept."""
     return jax.random.key_data(x) if is_key(value_type.dtype) else x
+
+
+def all_from_stored(values: Iterable[Array], types: Iterable[ValueType]) -> list[Array]:
+    """Values as the lane's program wants them."""
+    return list(map(from_stored, values, types))
+
+
+def all_to_stored(values: Iterable[Array], types: Iterable[ValueType]) -> list[Array]:
+    """Values as they are kept."""
+    return list(map(to_stored, values, types))

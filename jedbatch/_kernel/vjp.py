@@ -38,7 +38,7 @@ from jedbatch._jaxpr.interpret import (
     shape_of,
     used_variables,
 )
-from jedbatch._jaxpr.storage import Kind, stored
+from jedbatch._jaxpr.storage import Kind, all_from_stored, all_to_stored, stored
 from jedbatch._jaxpr.unknown_numbers import Starts, run_with_starts, unknown_starts
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
@@ -86,7 +86,7 @@ class _Traced(NamedTuple):
     Attributes:
       wanted: variables of rows that taps read, and `row_sources`, where they are found.
       sources: where the backward program finds what it reads, its first arguments.
-      saved: (shape, dtype) of what is saved.
+      saved: types of what is saved.
       forward: from consts and operands to the results and what is saved.
       derived: from consts to what the backward program reads of them.
       backward: from what it reads and cotangents of results to those of operands and of places.
@@ -95,7 +95,7 @@ class _Traced(NamedTuple):
     wanted: list[Var]
     row_sources: list[Sourced]
     sources: list[Sourced]
-    saved: tuple[Kind, ...]
+    saved: list[ValueType]
     forward: Jaxpr
     forward_consts: Sequence[jax.Array]
     derived: Jaxpr
@@ -148,7 +148,8 @@ class KernelVjp:
         tapped, traced = self._trace_tapped(tapped, consts)
         self._wanted, self._row_sources = traced.wanted, traced.row_sources
         self._sources = traced.sources
-        self.saved: tuple[Kind, ...] = traced.saved
+        self._saved_types = traced.saved
+        self.saved: tuple[Kind, ...] = tuple(map(stored, traced.saved))
         self.operands_read = {i for source, i in self._sources if source is Source.OPERAND}
         self.results_read = {i for source, i in self._sources if source is Source.RESULT}
         self._forward, self._forward_consts = traced.forward, traced.forward_consts
@@ -309,7 +310,7 @@ class KernelVjp:
             wanted=wanted,
             row_sources=row_sources,
             sources=sources,
-            saved=tuple((v.aval.shape, v.aval.dtype) for v in saved),
+            saved=[ValueType(v.aval.shape, v.aval.dtype) for v in saved],
             forward=jaxpr.replace(outvars=[*results, *saved]),
             forward_consts=forward.consts,
             derived=residuals_known.program_of_derived(),
@@ -481,6 +482,7 @@ class KernelVjp:
         results = [v for v in eqn.outvars if self._sources_of.get(v)]
 
         def rows(operands, saved):
+            saved = all_from_stored(saved, self._saved_types)
             env = kernel.environment(operands)
             for v in others:
                 if v in self._again:
@@ -539,7 +541,8 @@ class KernelVjp:
     def save(self, consts: Sequence[Array], operands: Sequence[Array]) -> tuple[list, list]:
         """(results, saved) of one lane."""
         out = jax.core.eval_jaxpr(self._over_lanes[0], self._forward_consts, *consts, *operands)
-        return out[: len(self.kernel.results)], out[len(self.kernel.results) :]
+        first = len(self.kernel.results)
+        return out[:first], all_to_stored(out[first:], self._saved_types)
 
     def prepare(self, consts: Sequence[jax.Array]) -> tuple[list, list, Starts]:
         """Computes what `backward` reads and that depends on consts only; once per program."""
@@ -561,7 +564,7 @@ class KernelVjp:
             Source.DERIVED: derived,
             Source.OPERAND: operands,
             Source.RESULT: results,
-            Source.SAVED: saved,
+            Source.SAVED: all_from_stored(saved, self._saved_types),
         }
         leaves: list[Leaf] = []
         for source, x in self._sources:

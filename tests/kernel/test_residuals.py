@@ -7,6 +7,7 @@ import pytest
 from cases.helpers import assert_close
 
 import jedbatch
+from jedbatch import testing
 
 CELLS = {
     "softmax": (lambda w, x: jax.nn.softmax(x @ w) * x, {"reduce_max", "reduce_sum"}),
@@ -35,3 +36,22 @@ def test_large_reductions_are_not_done_again(name, size):
         assert sum(len(shape) == (name == "logsumexp") for shape in saved) >= len(reductions)
     elif name == "logsumexp":
         assert any(eqn.primitive.name == "reduce_max" for eqn in backward.eqns)
+
+
+def test_random_keys_that_a_branch_reads_are_kept():
+    """A key that the cell makes is read again in reverse, where it is a row of integers."""
+
+    @jedbatch.cell
+    def noisy(w, key, x):
+        coin, drawn = jax.random.split(key)
+        noise = lambda x: jnp.tanh(w @ x) * jax.random.normal(drawn, x.shape)  # noqa: E731
+        return drawn, jax.lax.cond(jax.random.bernoulli(coin), noise, lambda x: x @ w, x)
+
+    def walk(w, instance):
+        key, x = instance
+        for _ in range(3):
+            key, x = noisy(w, key, x)
+        return x
+
+    instances = [(jax.random.key(k), jnp.full(2, k + 1.0)) for k in range(5)]
+    testing.check_against_loop(walk, jnp.array([[0.5, 1.0], [-1.0, 0.25]]), instances)
