@@ -386,6 +386,7 @@ xla_calls(PyObject *module, PyObject *nothing)
         {"take_rows", take_rows},             {"put_rows", put_rows},
         {"instances", instances},             {"read_instances", read_instances},
         {"write_instances", write_instances}, {"moving_calls", moving_calls},
+        {"row_products", row_products},       {"row_sums", row_sums},
     };
     PyObject *calls = PyDict_New();
     for (size_t i = 0; calls != NULL && i < sizeof known / sizeof *known; i++) {

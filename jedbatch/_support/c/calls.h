@@ -133,4 +133,8 @@ clamped(int64_t index, int64_t count)
     return index < 0 || count <= 0 ? 0 : index < count ? index : count - 1;
 }
 
+/* The functions that are not in `calls.c`. */
+void *row_products(CallFrame *frame);
+void *row_sums(CallFrame *frame);
+
 #endif
