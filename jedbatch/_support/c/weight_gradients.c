@@ -101,7 +101,7 @@ typedef struct {
 #define VECTOR(bytes, type) __attribute__((vector_size(bytes), aligned(sizeof(type)), may_alias))
 FOR_A_PROCESSOR(any, , 16, 4, 2)
 #ifdef __x86_64__
-FOR_A_PROCESSOR(avx2, __attribute__((target("avx2,fma"))), 32, 6, 2)
+FOR_A_PROCESSOR(avx2, __attribute__((target("avx2,fma"))), 32, 4, 2)
 FOR_A_PROCESSOR(avx512, __attribute__((target("avx512f"))), 64, 6, 4)
 #endif
 #else /* no vectors of any size */
