@@ -52,10 +52,12 @@ def target_of(name: str) -> str:
 
 
 @functools.cache
-def _register(core: ModuleType) -> None:
-    """Makes the functions of the core known to XLA."""
-    for name, function in core.xla_calls().items():
+def _register(core: ModuleType) -> frozenset[str]:
+    """Makes the functions of the core known to XLA; returns their names."""
+    calls = core.xla_calls()
+    for name, function in calls.items():
         jax.ffi.register_ffi_target(target_of(name), function, platform="cpu")
+    return frozenset(calls)
 
 
 def register_lowering(
@@ -80,9 +82,8 @@ def register_lowering(
     def lower_on_cpu(ctx, *operands, **params):
         is_exported = ctx.module_context.lowering_parameters.for_export
         core = native.core() if not is_exported or _exports.have_calls else None
-        if core is None or not is_wanted(**params):
+        if core is None or name not in _register(core) or not is_wanted(**params):
             return otherwise(ctx, *operands, **params)
-        _register(core)
         given = attributes(**params)
         rule = jax.ffi.ffi_lowering(
             target_of(name), operand_output_aliases=given.pop("aliases", None)

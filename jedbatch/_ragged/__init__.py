@@ -19,27 +19,28 @@ Read in this order:
 14. `moving_calls`: Calls to which something comes back: those with a cotangent other than 0.
 15. `packing`: Packed rows: the capacity for them, and where those of a minibatch are.
 16. `row_phase`: Phases over rows: equations that do the same to every row, of all instances.
-17. `instance_phase`: Phases over instances: equations that take the rows of one instance together.
-18. `index_phase`: Phases by index: rows of instances that are read or written by index, of all
+17. `attention`: Attention among the rows of each instance, by one call of the compiled core.
+18. `instance_phase`: Phases over instances: equations that take the rows of one instance together.
+19. `index_phase`: Phases by index: rows of instances that are read or written by index, of all
    instances at once.
-19. `microbatch_loop`: Running a program on one microbatch after another.
-20. `shared_values`: Values that follow from what all calls share.
-21. `packed_program`: Running a program in phases on the packed rows of all instances.
-22. `renaming`: Operations written down so that the names of symbols do not matter.
-23. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
-24. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
+20. `microbatch_loop`: Running a program on one microbatch after another.
+21. `shared_values`: Values that follow from what all calls share.
+22. `packed_program`: Running a program in phases on the packed rows of all instances.
+23. `renaming`: Operations written down so that the names of symbols do not matter.
+24. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
+25. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
    rows each.
-25. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
-26. `regions`: The ragged parts of an instance's graph, taken out of it.
-27. `cutting`: Cutting a recorded graph in two: calls of regions, and the graph that is left.
-28. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
-29. `tile_templates`: Templates of recorded graphs: what graphs of nodes on arrays become, for all
+26. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
+27. `regions`: The ragged parts of an instance's graph, taken out of it.
+28. `cutting`: Cutting a recorded graph in two: calls of regions, and the graph that is left.
+29. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
+30. `tile_templates`: Templates of recorded graphs: what graphs of nodes on arrays become, for all
     lengths.
-30. `tiled_arrays`: Arrays of instances cut into tiles.
-31. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
+31. `tiled_arrays`: Arrays of instances cut into tiles.
+32. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
    tiles.
-32. `lengths`: The arrays of instances that have lengths of their own.
-33. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+33. `lengths`: The arrays of instances that have lengths of their own.
+34. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
-34. `row_capacities`: How much room programs have for the calls of a region.
+35. `row_capacities`: How much room programs have for the calls of a region.
 """

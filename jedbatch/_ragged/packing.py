@@ -191,6 +191,7 @@ class PackedBatch:
       symbols: by number.
       capacity: of the compiled program.
       table: int32[...], of the minibatch.
+      form: of the table.
     """
 
     def __init__(
@@ -201,11 +202,11 @@ class PackedBatch:
         table: jax.Array,
     ):
         self.extents, self.symbols, self.capacity, self.table = extents, symbols, capacity, table
-        self._form = table_form(capacity, len(symbols))
+        self.form = table_form(capacity, len(symbols))
 
     def get(self, *name: Any, start: int | jax.Array = 0, size: int = 0) -> jax.Array:
         """Returns a part of the table."""
-        return row(self._form, self.table, name, start=start, size=size)
+        return row(self.form, self.table, name, start=start, size=size)
 
     def reading(self, table: jax.Array) -> "PackedBatch":
         """Returns the same with another table, such as a traced one."""
@@ -231,7 +232,7 @@ class PackedBatch:
     def lengths(self) -> dict[str, jax.Array]:
         """Returns int32[K] for each symbol: its value for every call."""
         return {
-            s: row(self._form, self.table, ("lengths",), i, start=0, size=self.capacity.calls)
+            s: row(self.form, self.table, ("lengths",), i, start=0, size=self.capacity.calls)
             for i, s in enumerate(self.symbols)
         }
 
@@ -243,7 +244,7 @@ class PackedBatch:
           capacity: of rows of each.
           all_run: whether all do, not only those to which something comes back.
         """
-        form, symbols = self._form, range(len(self.symbols))
+        form, symbols = self.form, range(len(self.symbols))
         columns = [form.offset(("lengths",), i) for i in symbols]
         columns += [form.offset(("starts", e)) for e in range(len(self.extents))]
         # What takes the place of one that does not exist may be longer.

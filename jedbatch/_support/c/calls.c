@@ -387,6 +387,9 @@ xla_calls(PyObject *module, PyObject *nothing)
         {"instances", instances},             {"read_instances", read_instances},
         {"write_instances", write_instances}, {"moving_calls", moving_calls},
         {"row_products", row_products},       {"row_sums", row_sums},
+#ifdef HAS_ATTENTION
+        {"attention", attention},             {"attention_back", attention_back},
+#endif
     };
     PyObject *calls = PyDict_New();
     for (size_t i = 0; calls != NULL && i < sizeof known / sizeof *known; i++) {
