@@ -154,6 +154,19 @@ def test_long_instances_run_by_xla():
         assert calls_in(lambda p: batched.apply(p, plan), parameters()) == calls  # noqa: B023
 
 
+def test_programs_without_the_core_run_by_xla(monkeypatch):
+    p = parameters()
+    batched = jedbatch.batch(lambda p, x: of_one_head(p, x).sum())
+    plan = batched.plan(p, [x for x, _ in pairs()])
+    found = []
+    for calls in ([1, 1], [0, 0]):
+        slope = lambda p: jax.grad(lambda p: jnp.square(batched.apply(p, plan)).sum())(p)  # noqa: E731
+        assert calls_in(slope, p) == calls
+        found.append(jax.jit(slope)(p))
+        monkeypatch.setenv(native.SWITCH, "0")
+    jax.tree.map(close, *found)
+
+
 def test_no_number_reaches_other_instances():
     """Neither what is no number, nor what is too large, nor what comes back to it."""
     p, (x, y, z) = parameters(), [x for x, _ in pairs([4, 6, 5])]
