@@ -60,6 +60,7 @@ class CustomFunctions:
         self._variants = variants
         self._known: dict[Hashable, CustomPrograms | None] = Memory(MANY_FUNCTIONS)
         self._constant: dict[Hashable, None] = Memory(MANY_BODIES)
+        self._stores: dict[Hashable, Any] = Memory(MANY_FUNCTIONS)
 
     def programs(
         self,
@@ -97,6 +98,25 @@ class CustomFunctions:
             elif not programs.holds_tracers and not varies:
                 self._known[key, types] = None
         return programs if programs is not None and (varies or programs.holds_tracers) else None
+
+    def note_run(self, fun: Any, key: Hashable, args: Sequence[Leaf]) -> None:
+        """Has JAX know the structure of the result of a function that is not run.
+
+        Args:
+          fun: the function.
+          key: what it and its rules are made of.
+          args: the arguments.
+        """
+        types = tuple([jax.typeof(x) for x in args])
+        if any(is_ragged(t.shape) for t in types):
+            note_run(fun, args)
+            return
+        stores = self._stores.get((key, types))
+        if stores is None:
+            note_run(fun, args)
+            self._stores[key, types] = fun.stores
+        else:
+            fun.populate_stores(stores)
 
     def vary_inside(self, key: PrimitiveKey, name: str, params: Mapping[str, Any]) -> bool:
         """Returns whether functions in the bodies of an operation vary or close over symbols.
@@ -240,7 +260,9 @@ def record_custom(
         if code is not None:
             variants.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
         out = recorder._operation(name, key, noted, tracers)
-    if not ran:
+    if not ran and programs is None:
+        recorder.registry.custom.note_run(fun, key, tracers)
+    elif not ran:
         note_run(fun, tracers)
     return out
 

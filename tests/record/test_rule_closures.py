@@ -10,6 +10,7 @@ from cases.helpers import assert_close, mostly_slow
 from jax import lax
 
 import jedbatch
+from jedbatch._record import custom_rules
 
 pytestmark = pytest.mark.unoptimized
 
@@ -314,3 +315,32 @@ def test_rules_in_cells_that_read_what_is_differentiated_say_what_to_write():
     batched = jedbatch.batch(lambda w, x: inner(w, x))
     with pytest.raises(jax.errors.UnexpectedTracerError, match="Pass the array as an argument"):
         jax.grad(lambda w: batched(w, INSTANCES).sum())(WEIGHT)
+
+
+def test_known_functions_with_rules_are_not_run_again(monkeypatch):
+    """What their results are made of is known for each type, once a run has told it."""
+    runs = []
+    run = custom_rules.note_run
+    monkeypatch.setattr(custom_rules, "note_run", lambda *args: runs.append(run(*args)))
+
+    @jax.custom_jvp
+    def parts(x):
+        return {"all": jnp.tanh(x), "sum": (x.sum(),)} if x.ndim else (x, 2 * x)
+
+    parts.defjvp(lambda x, t: (parts(*x), jax.tree.map(lambda y: 3 * y * t[0].sum(), parts(*x))))
+
+    def fn(w, instance):
+        x, times = instance
+        for _ in range(times):
+            found = parts(x * w)
+            x = found["all"] + parts(found["sum"][0])[1]
+        return x
+
+    batched = jedbatch.batch(fn, granularity="op")
+    for first in (1, 4):
+        few = [(x, first + k) for k, x in enumerate(INSTANCES)]
+        assert_close(batched(WEIGHT[0], few), jnp.stack([fn(WEIGHT[0], x) for x in few]), 1e-5)
+        loss = lambda w, few=few: (batched(w, few) ** 2).sum()  # noqa: E731
+        judge = lambda w, few=few: sum((fn(w, x) ** 2).sum() for x in few)  # noqa: E731
+        assert_close(jax.grad(loss)(WEIGHT[0]), jax.grad(judge)(WEIGHT[0]), 1e-3)
+    assert 0 < len(runs) <= 8  # those of 21 calls for either type
