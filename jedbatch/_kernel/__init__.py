@@ -8,15 +8,17 @@ Read in this order:
 3. `covering`: Covering a table by few rectangles: which products of a cell become one.
 4. `pack`: Products of a cell with weights, put together: as few and as large as its dependencies
    allow.
-5. `weight_gradients`: Gradients of consts: from the rows that they met, and the cotangents of
+5. `sums_over_lanes`: Sums over the lanes that are alive: what gradients of weights are made of,
+   by one call for all.
+6. `weight_gradients`: Gradients of consts: from the rows that they met, and the cotangents of
    what came of it.
-6. `residuals`: Residuals: what the reverse of a kernel reads of the forward pass, and where it
+7. `residuals`: Residuals: what the reverse of a kernel reads of the forward pass, and where it
    finds it.
-7. `vjp`: The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
-8. `operand_lists`: Lists of operands, which the program of a lane takes as one array.
-9. `tables`: Functions of the rows of small tables, computed once for every row there is.
-10. `factors`: Products of two matrices of each lane, with factors laid out as XLA:CPU multiplies
+8. `vjp`: The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
+9. `operand_lists`: Lists of operands, which the program of a lane takes as one array.
+10. `tables`: Functions of the rows of small tables, computed once for every row there is.
+11. `factors`: Products of two matrices of each lane, with factors laid out as XLA:CPU multiplies
    them fastest.
-11. `kernel`: The program of a node type for one lane, forwards and backwards.
-12. `facts`: Facts about a kernel: all that lowering reads of one, without its program.
+12. `kernel`: The program of a node type for one lane, forwards and backwards.
+13. `facts`: Facts about a kernel: all that lowering reads of one, without its program.
 """
