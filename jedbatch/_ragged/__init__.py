@@ -39,8 +39,9 @@ Read in this order:
 31. `tiled_arrays`: Arrays of instances cut into tiles.
 32. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
    tiles.
-33. `lengths`: The arrays of instances that have lengths of their own.
-34. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+33. `length_families`: Families of instances that are equal but for the lengths of their arrays.
+34. `lengths`: The arrays of instances that have lengths of their own.
+35. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
-35. `row_capacities`: How much room programs have for the calls of a region.
+36. `row_capacities`: How much room programs have for the calls of a region.
 """

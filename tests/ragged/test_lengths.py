@@ -13,7 +13,7 @@ from cases.helpers import assert_close, number
 
 import jedbatch
 from jedbatch import ragged, testing
-from jedbatch._ragged.lengths import LengthFamily
+from jedbatch._ragged.length_families import LengthFamily
 
 pytestmark = pytest.mark.unoptimized
 

@@ -10,7 +10,7 @@ from jedbatch._jaxpr.interpret import interpret
 from jedbatch._jaxpr.symbolic_dims import make_symbol, ragged_axes
 from jedbatch._kernel.target import CPU
 from jedbatch._ragged.axis_rules import CannotMergeError, mixed_axes
-from jedbatch._ragged.lengths import LengthFamily
+from jedbatch._ragged.length_families import LengthFamily
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.padded_rules import Padded
