@@ -131,10 +131,7 @@ class KernelVjp:
         moving: Sequence[int] | None = None,
         refused: dict[int, frozenset[int]] | None = None,
     ):
-        """Finds the reverse of some results.
-
-        With `moving`, with respect to these operands alone.
-        """
+        """Finds the reverse of some results; with `moving`, with respect to these operands."""
         self.kernel = kernel
         self.returned = returned
         self.refused = refused or {}
