@@ -312,7 +312,7 @@ class _Walk:
     @property
     def things(self) -> Set[int]:
         """Ids of all that was met."""
-        return self._places.keys()
+        return frozenset(self._places)  # a view would keep arrays alive
 
     def write(self, fn: object, classes: Sequence[type] = ()) -> Hashable:
         """All that a function reaches, written out, with classes of objects in instances."""
