@@ -47,6 +47,7 @@ from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.cell import recording
 from jedbatch._record.environment import Environment
+from jedbatch._record.inlining import without_jit
 from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.lane_fsm import LaneFSM
 from jedbatch._schedule.lane_policies import LanePolicy, checked_lane_policy, least_loss
@@ -111,8 +112,8 @@ class Batched(Generic[*Given, Result]):
         self._options = options
         self._policy: Any = Adaptive() if policy is None else policy
         self._lane_policy = lane_policy
-        self._environment = Environment(fn)
-        self._recording = Recording(fn, self._arguments.join, options.key)
+        self._recording = Recording(without_jit(fn), self._arguments.join, options.key)
+        self._environment = Environment(self._recording.fn)
         self.last_rounds: Rounds = Rounds()
         self._sessions: Memory = Memory(MAX_SESSIONS)
         self._types_of_leaves = TypesOfLeaves()
@@ -295,7 +296,7 @@ class Batched(Generic[*Given, Result]):
         with self._planning:
             found, arrays = keys_and_arrays(instances, self._recording.classes)
             self._environment.meet(self._recording.classes)
-            given = self._fn, session, instances, self._arguments.join, self._policy
+            given = self._recording.fn, session, instances, self._arguments.join, self._policy
             results_of = functools.partial(self._results, stacked=False if on_host else None)
             keys = found if self._options.key is None else None
             call = Stepwise(*given, results_of, on_host=on_host, keys=keys)

@@ -172,7 +172,9 @@ class OneByOne:
         """
         batched = self.batched
         session, leaves = batched._session(shared)
-        call = Continuous(batched._fn, session, batched._arguments.join, batched._policy, room)
+        call = Continuous(
+            batched._recording.fn, session, batched._arguments.join, batched._policy, room
+        )
         with batched._planning:
             reached = batched._environment.look()
             try:

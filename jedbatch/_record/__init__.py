@@ -47,30 +47,32 @@ Read in this order:
 30. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
 31. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-32. `recorder`: A recorder of what a function does to symbolic values.
-33. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-34. `thread_settings`: The settings of a thread, for work that goes on in another one.
-35. `deep`: Recursion deeper than Python's limit.
-36. `trace`: Recording a minibatch: every instance of it as a graph.
-37. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+32. `inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces them into
+   many programs.
+33. `recorder`: A recorder of what a function does to symbolic values.
+34. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+35. `thread_settings`: The settings of a thread, for work that goes on in another one.
+36. `deep`: Recursion deeper than Python's limit.
+37. `trace`: Recording a minibatch: every instance of it as a graph.
+38. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-38. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-39. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+39. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+40. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-40. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+41. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-41. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+42. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-42. `granularity.fuse`: Finding cells without marks: operations that always run together become
+43. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-43. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+44. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-44. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+45. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-45. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-46. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+46. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+47. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-47. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-48. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+48. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+49. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """

@@ -61,6 +61,7 @@ from jedbatch._record.fast_path import (
 )
 from jedbatch._record.filled_arrays import known_filling
 from jedbatch._record.grouping import Grouping
+from jedbatch._record.inlining import record_inlined
 from jedbatch._record.instance_arrays import array_type, is_array, owned_arrays, replace_arrays
 from jedbatch._record.keys import identity_of_constant
 from jedbatch._record.lifting import with_operands
@@ -391,6 +392,9 @@ class Recorder(Trace):
         if known is not None:
             return known
         tracers = as_numbers(tracers, self)
+        inlined = record_inlined(self, primitive, tracers, params)
+        if inlined is not None:
+            return inlined
         if primitive.name in STATIC:
             made = with_data(self, primitive, tracers, params)
             if made is not None:
