@@ -329,7 +329,7 @@ class Roller:
         if name in ALONG_LISTS:
             return self._along_list(eqn, values)
         if name == "dynamic_slice":
-            return self._row_at(eqn, values)
+            return self._dynamic_slice(eqn, values)
         if len(values) != 1:
             raise CannotRollError(f"`{name}` of a row for each element")
         ((index, axis, each),) = values
@@ -368,6 +368,12 @@ class Roller:
         elif name == "squeeze" and axis not in params["dimensions"]:
             place = axis - sum(a < axis for a in params["dimensions"])
             params["dimensions"] = moved(params["dimensions"])
+        elif name == "slice" and _is_of_every_row(eqn, axis):
+            place = axis
+            for key, begin in (("start_indices", 0), ("limit_indices", each), ("strides", 1)):
+                given = list(eqn.params[key] or [1] * len(eqn.params["start_indices"]))
+                given[axis : axis + 1] = [] if each is None else [begin]
+                params[key] = tuple(given)
         elif name == "slice" and each is None:
             return self._row(eqn, index, axis)
         elif name == "reshape":
@@ -413,18 +419,29 @@ class Roller:
         made = self.expressions.add(key, expression)
         return Single(made) if is_place else StackedElements(made, axis, each)
 
-    def _row_at(self, eqn: Equation, values: Sequence[Any]) -> Single:
-        """The row of an element whose position is computed."""
+    def _dynamic_slice(self, eqn: Equation, values: Sequence[Any]) -> StackedElements | Single:
+        """The row of an element whose position is computed, or the same part of every row."""
         stacked, *starts = values
-        sizes = eqn.params["slice_sizes"]
-        is_row = isinstance(stacked, StackedElements) and stacked.each is None
-        if not is_row or sizes[stacked.axis] != 1 or not all(isinstance(x, Single) for x in starts):
+        sizes, params = eqn.params["slice_sizes"], dict(eqn.params)
+        if not isinstance(stacked, StackedElements) or not all(
+            isinstance(x, Single) for x in starts
+        ):
             raise CannotRollError("a part of the elements is read")
-        key = "row at", stacked.axis, sizes
-        ids = stacked.id, *(x.id for x in starts)
+        index, axis, each = stacked
+        if 1 < sizes[axis] == eqn.invars[0].aval.shape[axis]:  # all, wherever they begin
+            along = [k for k in range(len(sizes)) if k != axis or each is not None]
+            of_element = {**dict(enumerate(sizes)), axis: each}
+            params["slice_sizes"] = tuple(of_element[k] for k in along)
+            ids = [index, *(starts[k].id for k in along)]
+            made = self.expressions.primitive(eqn.primitive, params, ids)
+            return StackedElements(made, axis, each)
+        if each is not None or sizes[axis] != 1:
+            raise CannotRollError("a part of the elements is read")
+        key = "row at", axis, sizes
         dtype = eqn.outvars[0].aval.dtype
-        whole = row_at(stacked.axis, sizes)
-        return Single(self.expressions.add(key, Expression(False, ids, sizes, dtype, whole=whole)))
+        whole = row_at(axis, sizes)
+        row = Expression(False, (index, *(x.id for x in starts)), sizes, dtype, whole=whole)
+        return Single(self.expressions.add(key, row))
 
     def _row(self, eqn: Equation, index: int, axis: int) -> Element:
         """The row of one element."""
@@ -521,6 +538,15 @@ class Roller:
         shape = self.expressions.all[x.id].shape
         lacks_one = isinstance(x, StackedElements) and x.each is None
         return (*shape, self.length) if lacks_one else shape
+
+
+def _is_of_every_row(eqn: Equation, axis: int) -> bool:
+    """Returns whether a slice takes the same part of all rows, which lie along an axis."""
+    before, after = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
+    others = after[:axis] + after[axis + 1 :] != before[:axis] + before[axis + 1 :]
+    strides = eqn.params["strides"]
+    in_order = strides is None or strides[axis] == 1
+    return in_order and after[axis] == before[axis] and (before[axis] > 1 or others)
 
 
 def _known_function(eqn: Equation) -> Callable | None:
