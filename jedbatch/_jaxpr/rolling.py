@@ -371,9 +371,9 @@ class Roller:
         elif name == "slice" and _is_of_every_row(eqn, axis):
             place = axis
             for key, begin in (("start_indices", 0), ("limit_indices", each), ("strides", 1)):
-                given = list(eqn.params[key] or [1] * len(eqn.params["start_indices"]))
-                given[axis : axis + 1] = [] if each is None else [begin]
-                params[key] = tuple(given)
+                part = list(eqn.params[key] or [1] * len(eqn.params["start_indices"]))
+                part[axis : axis + 1] = [] if each is None else [begin]
+                params[key] = tuple(part)
         elif name == "slice" and each is None:
             return self._row(eqn, index, axis)
         elif name == "reshape":
