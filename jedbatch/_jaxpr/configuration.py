@@ -16,7 +16,6 @@ CONFIGURATION = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_numpy_dtype_promotion",
-    "jax_numpy_rank_promotion",
     "jax_default_prng_impl",
     "jax_threefry_partitionable",
 )
@@ -26,7 +25,7 @@ _settings = operator.attrgetter(*CONFIGURATION)
 
 
 def configuration() -> tuple[Any, ...]:
-    """Returns the configuration of JAX here, as far as results and errors depend on it."""
+    """Returns the configuration of JAX in this thread, as far as results depend on it."""
     return _settings(jax.config)
 
 

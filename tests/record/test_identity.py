@@ -504,18 +504,6 @@ def test_how_random_numbers_are_made_is_part_of_what_is_remembered(decides):
             assert_close(batched(P, seeds), loop(fn, P, seeds), 1e-6)
 
 
-def test_rank_promotion_is_part_of_what_is_remembered():
-    @cell
-    def shifted(x, m):
-        return x + m
-
-    with jax.numpy_rank_promotion("allow"):
-        batched = jedbatch.batch(lambda p, _: shifted(p["a"], p["m"]))
-        assert_close(batched(P, [1, 2]), jnp.stack(2 * [P["a"] + P["m"]]), 1e-6)
-    with jax.numpy_rank_promotion("raise"), pytest.raises(ValueError, match="rank_promotion"):
-        batched(P, [1, 2])
-
-
 def test_repeated_work_on_shared_values_is_batched():
     """A recurrence on parameters alone does not recompile for every length."""
 
