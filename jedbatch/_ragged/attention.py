@@ -35,6 +35,8 @@ from jedbatch._ragged.row_rules import run_row
 from jedbatch._ragged.softmax import SHIFTS
 from jedbatch._support.types import Array
 
+LEAST_SCALE, MOST_SCALE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+
 
 class Attention(NamedTuple):
     """A phase that is attention.
@@ -45,7 +47,7 @@ class Attention(NamedTuple):
       width: numbers of a query and of a key, in each head.
       value_width: the same of a value.
       scale: that scores are multiplied by.
-      lengths: the symbols of queries, and of keys and values.
+      extents: how many queries there are, and how many keys and values, as text.
     """
 
     places: tuple[int, int, int]
@@ -53,15 +55,14 @@ class Attention(NamedTuple):
     width: int
     value_width: int
     scale: float
-    lengths: tuple[str, str]
+    extents: tuple[str, str]
 
     def numbers(self, batch: PackedBatch) -> tuple[int, ...]:
         """Returns what the core is told: sizes, and places in the table of a minibatch."""
-        form, found = batch.form, []
-        for symbol in self.lengths:
-            e = next(e for e, extent in enumerate(batch.extents) if str(extent) == symbol)
-            found.append(form.offset(("starts", e)))
-            found.append(form.offset(("lengths",), batch.symbols.index(symbol)))
+        form, found = batch.form, list[int]()
+        known = list(map(str, batch.extents))
+        for e in map(known.index, self.extents):
+            found += [form.offset(("starts", e)), form.offset(("total", e))]
         scale = int(np.float64(self.scale).view(np.int64))
         sizes = self.heads, self.width, self.value_width
         return (*sizes, scale, *found, form.offset(("calls",)))
@@ -113,13 +114,13 @@ class _Finder:
         values = self._values(out, k, order, heads, along)
         _ask(len(self._met) == len(self._phase.equations))
         _ask(queries.shape == keys.shape and keys.shape[0] == values.shape[0])
-        _ask(keys.length == values.length)
+        _ask(keys.extent == values.extent)
         return Attention(
             (queries.place, keys.place, values.place),
             *queries.shape,
             values.shape[1],
             scale,
-            (queries.length, keys.length),
+            (queries.extent, keys.extent),
         )
 
     def _is_made(self, v: Any, *names: str) -> bool:
@@ -157,7 +158,8 @@ class _Finder:
             _ask(number != 0)
             scale = scale * number if is_product else scale / number
             scores = x
-        _ask(bool(np.isfinite(np.float32(scale))))
+        # The core multiplies infinity by it, where there is no key: 0 would make it no number.
+        _ask(LEAST_SCALE <= abs(scale) <= MOST_SCALE)
         return self._made(scores, "dot_general"), scale, axes[0]
 
     def _through(self, v: Any, name: str) -> Equation:
@@ -213,8 +215,8 @@ class _Finder:
             (root,) = views[-1].invars
             _ask(len(ragged_axes(root.aval.shape)) == 1)
         (root_axis,) = ragged_axes(root.aval.shape)
-        length = str(v.aval.shape[axis])
-        _ask(length == str(root.aval.shape[root_axis]))
+        extent = str(v.aval.shape[axis])
+        _ask(extent == str(root.aval.shape[root_axis]))
         size = math.prod(row_shape(root))
         numbers = np.arange(size, dtype=np.float32)
         env = {root: numbers.reshape(row_shape(root))}
@@ -223,7 +225,7 @@ class _Finder:
         row = np.asarray(env[v]).transpose([a - (a > axis) for a in order])
         _ask(np.array_equal(row.ravel(), numbers))
         counted = math.prod(shape[:heads]), math.prod(shape[heads:])
-        return _HeadRows(self._phase.reads.index(root), counted, length)
+        return _HeadRows(self._phase.reads.index(root), counted, extent)
 
 
 class _HeadRows(NamedTuple):
@@ -232,12 +234,12 @@ class _HeadRows(NamedTuple):
     Attributes:
       place: among what the phase reads.
       shape: (heads, numbers in each).
-      length: the extent of the rows.
+      extent: how many rows there are, as text.
     """
 
     place: int
     shape: tuple[int, int]
-    length: str
+    extent: str
 
 
 def _keeps_order(eqn: Equation) -> bool:

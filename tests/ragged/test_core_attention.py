@@ -53,6 +53,11 @@ def to_another(p, pair):
     return jnp.tanh(jax.nn.softmax(q @ k.T) @ v @ p[0])
 
 
+def behind_a_row(p, x):
+    """Of one row more than the instance has."""
+    return of_one_head(p, jnp.concatenate([p[2][:1], x]))
+
+
 def causal(p, x):
     q, k, v = (jnp.tanh(x @ w) for w in p)
     numbers = jnp.arange(x.shape[0])
@@ -93,9 +98,14 @@ def scaled_by_weight(p, x):
     return jax.nn.softmax(q @ k.T * p[0][0, 0]) @ v
 
 
+def scaled_to_nothing(p, x):
+    q, k, v = (jnp.tanh(x @ w) for w in p)
+    return jax.nn.softmax(q @ k.T * 1e-30 * 1e-30) @ v
+
+
 def of_pair(p, pair):
     """Forms of attention, among rows and to those of another length."""
-    own = [fn(p, pair[0]) for fn in (of_heads, of_one_head, to_itself, keys_first)]
+    own = [fn(p, pair[0]) for fn in (of_heads, of_one_head, to_itself, keys_first, behind_a_row)]
     return [jnp.square(y).sum() for y in (*own, to_another(p, pair))]
 
 
@@ -129,15 +139,24 @@ def calls_in(fn, *args):
 
 def test_values_and_gradients(found):
     batched = check(of_pair, parameters(), pairs(), alone=jax.jit(of_pair))
-    assert sum(x is not None for x in found) == 5
+    assert sum(x is not None for x in found) == 6
     plan = batched.plan(parameters(), pairs())
     slope = jax.grad(lambda p: sum(map(jnp.sum, batched.apply(p, plan))))
-    assert calls_in(slope, parameters()) == [5, 5]
+    assert calls_in(slope, parameters()) == [6, 6]
 
 
 @pytest.mark.parametrize(
     "fn",
-    [causal, over_queries, other_heads, heads_last, squared, weights_too, scaled_by_weight],
+    [
+        causal,
+        over_queries,
+        other_heads,
+        heads_last,
+        squared,
+        weights_too,
+        scaled_by_weight,
+        scaled_to_nothing,
+    ],
     ids=lambda fn: fn.__name__,
 )
 def test_what_is_no_such_attention_runs_by_xla(found, fn):
@@ -208,3 +227,22 @@ def test_exponentials_are_those_of_numpy():
     (weights,) = run(jnp.asarray(scores[:, None]), [jnp.ones((1, 1))])
     expected = np.exp(scores.astype(np.float64))
     assert_close(weights[0], expected / expected.sum(), 1e-6)
+
+
+def test_keys_that_no_query_meets_have_no_weight(found):
+    """Scores of less than all numbers, by keys that are masked; queries are few at a time."""
+    p = jnp.abs(rows(3, 3))
+    instances = []
+    for n in (3, 6):
+        keys = rows(n, 2, seed=1).at[1, 0].set(-jnp.inf)
+        instances.append((jnp.abs(rows(n, 2)), keys, rows(n, 3, seed=2)))
+
+    def score(p, instance):
+        q, k, v = instance[0] @ jnp.eye(2), instance[1] + p[0, 0], instance[2] @ p
+        return jnp.square(jnp.tanh(jax.nn.softmax(q @ k.T) @ v @ p)).sum()
+
+    slope = jax.grad(lambda p: jnp.sum(jedbatch.batch(score)(p, instances)))(p)
+    expected = jax.grad(lambda p: sum(score(p, x) for x in instances))(p)
+    assert any(found)
+    assert np.isfinite(expected).all()
+    close(slope, expected)

@@ -26,11 +26,17 @@ enum { LANES = 16, BLOCK = 4 }; /* numbers in a vector; rows of queries at a tim
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 
+/* Packed rows: those of each call follow those of the one before. */
+typedef struct {
+    const int32_t *starts; /* the first of each call */
+    int64_t total;
+} Rows;
+
 /* Says of (q, k, v, ...) which rows they are of. */
 typedef struct {
     int64_t num_heads, width, value_width; /* numbers of a query and of a value, in each head */
     float scale;
-    const int32_t *q_starts, *q_counts, *k_starts, *k_counts;
+    Rows queries, keys; /* values are those of keys */
     int64_t num_calls;
 } Form;
 
@@ -192,10 +198,22 @@ form_of(CallFrame *frame, const int32_t *table)
     const int64_t *numbers = frame->attributes.values[0]->data;
     double scale;
     memcpy(&scale, numbers + 3, sizeof scale);
-    Form form = {numbers[0],         numbers[1],         numbers[2],         (float)scale,
-                 table + numbers[4], table + numbers[5], table + numbers[6], table + numbers[7],
+    Form form = {numbers[0],
+                 numbers[1],
+                 numbers[2],
+                 (float)scale,
+                 {table + numbers[4], table[numbers[5]]},
+                 {table + numbers[6], table[numbers[7]]},
                  table[numbers[8]]};
     return form;
+}
+
+/* How many rows a call has. */
+static int64_t
+rows_of(const Form *of, const Rows *rows, int64_t call)
+{
+    int64_t end = call + 1 < of->num_calls ? rows->starts[call + 1] : rows->total;
+    return end - rows->starts[call];
 }
 
 /* Makes room for the longest call; returns the memory. */
@@ -203,8 +221,10 @@ static float *
 make_room(const Form *of, Room *room, int reverse)
 {
     int64_t longest = 0, columns = padded(of->width), value_columns = padded(of->value_width);
-    for (int64_t i = 0; i < of->num_calls; i++)
-        longest = of->k_counts[i] > longest ? of->k_counts[i] : longest;
+    for (int64_t i = 0; i < of->num_calls; i++) {
+        int64_t count = rows_of(of, &of->keys, i);
+        longest = count > longest ? count : longest;
+    }
     int64_t keys = padded(longest);
     const struct {
         float **part;
@@ -268,12 +288,13 @@ pull_head(const Form *of, const Room *room, const Head *head)
     memset(room->of_values, 0, sizeof(float) * (size_t)(head->keys * value_columns));
     for (int64_t i = 0; i < head->queries; i += BLOCK) {
         int64_t there = head->queries - i < BLOCK ? head->queries - i : BLOCK;
-        /* Rows of no query are zeros, and nothing comes back to them. */
         copy_head(room->queries, columns, BLOCK, head->q + i * step, step, of->width, there);
         copy_head(room->of_out, value_columns, BLOCK, head->of_out + i * value_step, value_step,
                   of->value_width, there);
         multiply(room->scores, keys, room->queries, columns, room->turned, of->width);
         normalize(room->scores, keys, head->keys, of->scale);
+        /* Of no query there are no weights, which might be no numbers, either. */
+        memset(room->scores + there * keys, 0, sizeof(float) * (size_t)((BLOCK - there) * keys));
         multiply_turned(room->of_values, value_columns, room->scores, keys, room->of_out,
                         head->keys);
         multiply(room->of_scores, keys, room->of_out, value_columns, room->turned_v,
@@ -306,23 +327,22 @@ attention(CallFrame *frame)
     Buffer **given = frame->arguments.buffers, *result = frame->results.buffers[0];
     Form of = form_of(frame, given[0]->data);
     int64_t step = of.num_heads * of.width, value_step = of.num_heads * of.value_width;
-    int64_t end = 0;
     Room room;
     float *memory = make_room(&of, &room, 0), *out = result->data;
     for (int64_t i = 0; i < of.num_calls; i++) {
-        int64_t q = of.q_starts[i], k = of.k_starts[i];
+        int64_t q = of.queries.starts[i], k = of.keys.starts[i];
         for (int64_t h = 0; h < of.num_heads; h++) {
             Head head = {.q = (float *)given[1]->data + q * step + h * of.width,
                          .k = (float *)given[2]->data + k * step + h * of.width,
                          .v = (float *)given[3]->data + k * value_step + h * of.value_width,
                          .out = out + q * value_step + h * of.value_width,
-                         .queries = of.q_counts[i],
-                         .keys = of.k_counts[i]};
+                         .queries = rows_of(&of, &of.queries, i),
+                         .keys = rows_of(&of, &of.keys, i)};
             run_head(&of, &room, &head);
         }
-        end = q + of.q_counts[i];
     }
     free(memory);
+    int64_t end = of.queries.total;
     memset(out + end * value_step, 0, row_size(result) * (size_t)(result->dims[0] - end));
     return NULL;
 }
@@ -344,7 +364,7 @@ attention_back(CallFrame *frame)
     for (int64_t i = 0; i < frame->results.size; i++)
         memset(results[i]->data, 0, row_size(results[i]) * (size_t)results[i]->dims[0]);
     for (int64_t i = 0; i < of.num_calls; i++) {
-        int64_t q = of.q_starts[i], k = of.k_starts[i];
+        int64_t q = of.queries.starts[i], k = of.keys.starts[i];
         for (int64_t h = 0; moves[i] && h < of.num_heads; h++) {
             int64_t own = h * of.width, value = h * of.value_width;
             Head head = {.q = (float *)given[1]->data + q * step + own,
@@ -354,8 +374,8 @@ attention_back(CallFrame *frame)
                          .of_q = (float *)results[places[0]]->data + q * step + own,
                          .of_k = (float *)results[places[1]]->data + k * step + own,
                          .of_v = (float *)results[places[2]]->data + k * value_step + value,
-                         .queries = of.q_counts[i],
-                         .keys = of.k_counts[i]};
+                         .queries = rows_of(&of, &of.queries, i),
+                         .keys = rows_of(&of, &of.keys, i)};
             pull_head(&of, &room, &head);
         }
     }
