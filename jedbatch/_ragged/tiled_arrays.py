@@ -94,7 +94,7 @@ def _tiles_of_all(
     after = ends[1:] - missing
     rows[ranges(after, missing)] = rows[np.repeat(after - 1, missing)]
     first = ends[pointers(np.array(list(map(len, arrays))))] // size
-    return rows.reshape(-1, size, *rows.shape[1:]), first.tolist()
+    return _cut(rows, size), first.tolist()
 
 
 def _tiles_apart(of_tiles: TiledArrays, arrays: Sequence[Array], size: int) -> Array:
@@ -121,5 +121,10 @@ def _tiles(array: Array, path: Sequence[Any], axis: int, size: int) -> Array:
         rows = padded
     elif missing:
         rows = jnp.concatenate([rows, jnp.repeat(rows[-1:], missing, 0)])
-    tiles = rows.reshape(-1 if count else 0, size, *rest)
+    tiles = _cut(rows, size)
     return xp.moveaxis(tiles, 1, 1 + axis) if axis else tiles
+
+
+def _cut(rows: Array, size: int) -> Array:
+    """Returns [tiles, size, ...] of so many rows; there may be no numbers in a row."""
+    return rows.reshape(len(rows) // size, size, *rows.shape[1:])

@@ -12,6 +12,8 @@ from cases.helpers import assert_close, assert_no_recompile, check, mostly_slow,
 
 import jedbatch
 from jedbatch import testing
+from jedbatch._ragged.tile_templates import TemplateForm, TiledArrays
+from jedbatch._ragged.tiled_arrays import added_arrays
 from jedbatch.errors import GroupedByShapesWarning
 
 pytestmark = pytest.mark.unoptimized
@@ -270,6 +272,24 @@ def test_rows_that_are_none_reach_nothing():
         return jnp.sqrt(x.sum(1)).sum() + (1 / x).max() + jnp.log(x).mean()
 
     check(fn, weights(), trees(11, sites=[1, 3, 9, 13]), rtol=2e-4)
+
+
+def test_tiles_repeat_the_last_row():
+    """Of arrays in memory and on the device, joined or not, also with no numbers in a row."""
+    size, lengths = 8, [5, 0, 8, 17]
+    for shape in ((), (4,), (0,), (2, 0)):
+        arrays = [np.random.default_rng(n).normal(size=(n, *shape)) for n in lengths]
+        every = tuple(range(len(arrays)))
+        parts = TiledArrays(tuple((i, (), 0) for i in every), every, every)
+        form = TemplateForm(tuple("nmkl"), (parts,), (), (), ())
+        expected = [
+            x[np.minimum(np.arange(k, k + size), n - 1)]
+            for x, n in zip(arrays, lengths, strict=True)
+            for k in range(0, n, size)
+        ]
+        for given in (arrays, list(map(jnp.asarray, arrays))):
+            ((_, tiles),) = added_arrays([(form, given, lengths)], size)
+            assert_close(tiles, np.stack(expected), 1e-6)
 
 
 def test_no_rows():
