@@ -8,7 +8,6 @@
  */
 
 #include "calls.h"
-#include "core.h"
 
 #ifdef HAS_ATTENTION
 

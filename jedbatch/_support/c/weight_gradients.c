@@ -13,7 +13,7 @@
 
 #include <string.h>
 
-enum { LANES = 64, MOST_BYTES = 256 }; /* lanes at a time; bytes of a cotangent in registers */
+enum { LANES = 64 }; /* at a time */
 
 /* Some lanes, and the part of a gradient that they add to. */
 typedef struct {
