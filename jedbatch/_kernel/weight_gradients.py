@@ -209,8 +209,8 @@ class Tap:
             numbers, shape = slots[self.found.number].reshape(-1), weights[0].shape
             rows = cotangents.reshape(len(cotangents), *shape[1:])
             return [sums_of_rows(alive, rows, numbers, shape[0], self.found.clamps)]
-        nowhere = jnp.zeros(len(alive), jnp.int32)
-        total = sums_of_rows(alive, cotangents, nowhere, 1, clamps=True)
+        ones = jnp.ones((len(alive), 1), cotangents.dtype)
+        total = sum_of_products(alive, ones, cotangents.reshape(len(alive), -1))
         return self.gradient(consts, [], [total.reshape(1, *self.shapes[0])])
 
     def refuse(self, consts: Sequence[Kind], rows: Sequence[Any], results: Sequence[Any]) -> None:

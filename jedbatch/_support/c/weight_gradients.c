@@ -5,8 +5,9 @@
  * copied before: a few numbers of a row and some vectors of a cotangent are multiplied in registers
  * for some lanes, which are few enough for what they read to stay in the first-level cache.
  *
- * Sums are taken lane by lane, whatever the processor, but for the rounding of what it multiplies and
- * adds at once.
+ * Some lanes are summed up by themselves, one after the other, and that is added to the sum of all:
+ * so less is lost by rounding than if each were added to a sum that is much larger. This is the same
+ * whatever the processor, but for the rounding of what it multiplies and adds at once.
  */
 
 #include "calls.h"
@@ -31,7 +32,7 @@ typedef struct {
         vector sums[height][width];                                                                \
         UNROLLED for (int i = 0; i < height; i++)                                                  \
             UNROLLED for (int j = 0; j < width; j++)                                               \
-                sums[i][j] = *(const vector *)(total + (size_t)i * stride + j * ITEMS);            \
+                sums[i][j] = (vector){0};                                                          \
         for (int64_t lane = 0; lane < block->count; lane++) {                                      \
             const type *x = (const type *)block->rows[lane] + row;                                 \
             const type *y = (const type *)block->cotangents[lane] + cotangent;                     \
@@ -43,7 +44,7 @@ typedef struct {
         }                                                                                          \
         UNROLLED for (int i = 0; i < height; i++)                                                  \
             UNROLLED for (int j = 0; j < width; j++)                                               \
-                *(vector *)(total + (size_t)i * stride + j * ITEMS) = sums[i][j];                  \
+                *(vector *)(total + (size_t)i * stride + j * ITEMS) += sums[i][j];                 \
     }
 
 /* Adds what the lanes of a block add to a gradient of m rows, n numbers each. */
