@@ -24,7 +24,7 @@ def number_at(table: Array, place: Array) -> Array:
 
 def take(arena: Array, rows: Array) -> Array:
     """Rows of an arena, known to exist."""
-    return arena.at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    return jnp.asarray(arena).at[rows].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
 
 def slice_rows(arena: Array, start: Array, size: int) -> Array:

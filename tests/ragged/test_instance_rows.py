@@ -160,3 +160,14 @@ def test_programs_gather_as_often_whatever_lengths_there_are():
     (few_places, few_reads), (many_places, many_reads) = found
     assert few_places == many_places
     assert few_reads < many_reads
+
+
+def test_members_without_jit():
+    """As when one looks for an error; tables are arrays of NumPy then."""
+    table = np.array([1, 0, 2, 30, 31], np.int32)
+    of = Members(0, 2, 3, (3,), (), True)
+    with jax.disable_jit():
+        calls, alive, (numbers,) = find_members(of, table, 0, None)
+    assert calls.tolist() == [1, 0, 1]
+    assert alive.tolist() == [True, True, False]
+    assert numbers.tolist() == [31, 30, 31]
