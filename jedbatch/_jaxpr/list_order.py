@@ -1,16 +1,18 @@
 """Operations along a list for which the order of its elements counts, where there is room for more.
 
 Places of extremes, sorts, reversed lists, and cumulative sums and products. Elements that do not
-exist come last, may hold anything, and change neither results nor derivatives.
+exist come last, may hold anything, and change neither results nor derivatives. In results they are
+like the first element: what is computed of them goes wrong only where that of the first does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jedbatch._jaxpr.list_reductions import FUNCTIONS
+from jedbatch._jaxpr.list_reductions import FUNCTIONS, flags_of_rows
 from jedbatch._support.types import Array
 
 PLACES = {"argmax": "max", "argmin": "min"}
@@ -18,8 +20,8 @@ CUMULATIVE = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min
 ALONG_LISTS = frozenset({*PLACES, *CUMULATIVE, "sort", "rev"})
 
 
-def axis_of(name: str, params: Mapping[str, Any]) -> tuple[str, int]:
-    """Returns the parameter that has the axis of an operation, and the axis; -1 for several."""
+def axes_of(name: str, params: Mapping[str, Any]) -> tuple[str, tuple[int, ...]]:
+    """Returns the parameter that has the axes of an operation, and the axes."""
     if name in PLACES:
         parameter = "axes"
     elif name == "rev":
@@ -27,9 +29,7 @@ def axis_of(name: str, params: Mapping[str, Any]) -> tuple[str, int]:
     else:
         parameter = "dimension" if name == "sort" else "axis"
     axes = params[parameter]
-    if not isinstance(axes, tuple):
-        return parameter, axes
-    return parameter, axes[0] if len(axes) == 1 else -1
+    return parameter, axes if isinstance(axes, tuple) else (axes,)
 
 
 def along_list(
@@ -46,32 +46,46 @@ def along_list(
     def run(values: Sequence[Array], exists: Array) -> Array:
         (elements,) = values
         if axis is None:
-            return of_rows(elements, exists)
+            made = of_rows(elements, exists)
+            return made if name in PLACES else _like_the_first(made, exists)
         parts = jnp.moveaxis(elements, axis + 1, 1)
         each = parts.shape[1]
         rows = parts.reshape(-1, *parts.shape[2:])
         made = of_rows(rows, jnp.repeat(exists, each))
         if name in PLACES:
             return made
-        return jnp.moveaxis(made.reshape(parts.shape), 1, axis + 1)
+        return jnp.moveaxis(_like_the_first(made.reshape(parts.shape), exists), 1, axis + 1)
 
     def of_rows(x: Array, exists: Array) -> Array:
-        there = jnp.broadcast_to(exists.reshape(-1, *[1] * (x.ndim - 1)), x.shape)
+        there = jnp.broadcast_to(flags_of_rows(exists, x), x.shape)
         if name == "sort":
             order = {"is_stable": params["is_stable"], "num_keys": 2}
             return lax.sort((~there, x), dimension=0, **order)[1]
         if name == "rev":
-            place = exists.sum() - 1 - jnp.arange(len(x))
-            return jnp.where(there, x[place], x)
+            return _reversed(x, exists)
         reduction = PLACES.get(name) or CUMULATIVE[name]
         filled = jnp.where(there, x, jnp.asarray(FUNCTIONS[reduction][2](x.dtype), x.dtype))
         if name in PLACES:
             place_of: Any = getattr(lax, name)
             return place_of(filled, 0, params["index_dtype"])
         cumulate: Any = getattr(lax, name)
-        return cumulate(filled, axis=0, reverse=params["reverse"])
+        if not params["reverse"]:
+            return cumulate(filled, axis=0)
+        # From the last that exists on: how equal extremes share a derivative depends on the number
+        # of rows before them.
+        return _reversed(cumulate(_reversed(filled, exists), axis=0), exists)
 
     return run
+
+
+def _reversed(x: Array, exists: Array) -> Array:
+    """x, with the rows that exist in reverse."""
+    return jnp.where(flags_of_rows(exists, x), x[exists.sum() - 1 - jnp.arange(len(x))], x)
+
+
+def _like_the_first(x: Array, exists: Array) -> Array:
+    """x, whose rows that do not exist are like the first, and take no part in derivatives."""
+    return jnp.where(flags_of_rows(exists, x), x, lax.stop_gradient(x[:1]))
 
 
 def row_at(axis: int, sizes: Sequence[int]) -> Callable[[Sequence[Array], Array], Array]:
@@ -82,7 +96,9 @@ def row_at(axis: int, sizes: Sequence[int]) -> Callable[[Sequence[Array], Array]
 
     def run(values: Sequence[Array], exists: Array) -> Array:
         rows, *starts = values
-        place = jnp.clip(starts[axis], 0, exists.sum().astype(starts[axis].dtype) - 1)
+        most = min(len(rows) - 1, jnp.iinfo(starts[axis].dtype).max)  # it may be of few bits
+        place = jnp.clip(starts[axis], 0, most).astype(np.int32)
+        place = jnp.minimum(place, exists.sum(dtype=np.int32) - 1)
         row = lax.dynamic_index_in_dim(rows, place, keepdims=False)
         others = [k for k in range(len(sizes)) if k != axis]
         part = lax.dynamic_slice(row, [starts[k] for k in others], [sizes[k] for k in others])

@@ -48,7 +48,7 @@ FUNCTIONS: dict[str, tuple[Callable, Callable, Callable]] = {
 }
 
 
-def _of_rows(exists: Array, x: Array) -> Array:
+def flags_of_rows(exists: Array, x: Array) -> Array:
     """Flags of the rows of an array, with as many axes as it has."""
     return exists.reshape(-1, *[1] * (x.ndim - 1))
 
@@ -57,14 +57,14 @@ def without_others(x: Array, exists: Array) -> Array:
     """x; no cotangent reaches elements that do not exist, as zero times infinity would."""
     if not has_gradient(x.dtype):
         return x
-    return jnp.where(_of_rows(exists, x), x, lax.stop_gradient(x))
+    return jnp.where(flags_of_rows(exists, x), x, lax.stop_gradient(x))
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _extreme(op: str, axes: tuple[int, ...], x: Array, exists: Array) -> Array:
     """The maximum or minimum of the rows that exist, over some axes, of which one is that."""
     _, reduce, neutral = FUNCTIONS[op]
-    return reduce(jnp.where(_of_rows(exists, x), x, neutral(x.dtype)), axis=axes)
+    return reduce(jnp.where(flags_of_rows(exists, x), x, neutral(x.dtype)), axis=axes)
 
 
 @_extreme.defjvp
@@ -74,7 +74,7 @@ def _extreme_jvp(
     """Those that are equal to it share the cotangent, but none that does not exist."""
     x, exists = primals
     total = _extreme(op, axes, x, exists)
-    equal = _of_rows(exists, x) & (x == jnp.expand_dims(total, axes))
+    equal = flags_of_rows(exists, x) & (x == jnp.expand_dims(total, axes))
     moved = jnp.where(equal, tangents[0], 0).sum(axes)
     return total, moved / equal.sum(axes).astype(moved.dtype)
 
@@ -93,7 +93,7 @@ def _sum_of_few(x: Array, exists: Array) -> Array:
 def _sum_of_few_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     """Of the rows at once, as that of each is a row among zeros, transposed."""
     x, exists = primals
-    return _sum_of_few(x, exists), jnp.where(_of_rows(exists, x), tangents[0], 0).sum(0)
+    return _sum_of_few(x, exists), jnp.where(flags_of_rows(exists, x), tangents[0], 0).sum(0)
 
 
 def reduced(
@@ -111,7 +111,7 @@ def reduced(
         total = _sum_of_few(x, exists)
         return join(*base, total) if base else total
     if rows or op == "add":
-        total = reduce(jnp.where(_of_rows(exists, x), x, neutral(x.dtype)), axis=all_axes)
+        total = reduce(jnp.where(flags_of_rows(exists, x), x, neutral(x.dtype)), axis=all_axes)
         total = total.astype(x.dtype)  # of small integers it is wider
         return join(*base, total) if base else total
     total, begin = (base[0], 0) if base else (x[0], 1)

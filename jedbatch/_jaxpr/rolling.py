@@ -35,7 +35,7 @@ from jedbatch._jaxpr.interpret import (
     run_equation,
 )
 from jedbatch._jaxpr.list_expressions import LENGTHS, Expression, Expressions
-from jedbatch._jaxpr.list_order import ALONG_LISTS, PLACES, along_list, axis_of, row_at
+from jedbatch._jaxpr.list_order import ALONG_LISTS, PLACES, along_list, axes_of, row_at
 from jedbatch._jaxpr.versions import ClosedProgram, Equation, without_consts
 from jedbatch._support.types import Array
 
@@ -397,19 +397,23 @@ class Roller:
         return StackedElements(made, place, each)
 
     def _along_list(self, eqn: Equation, values: Sequence[Any]) -> StackedElements | Single:
-        """The result of an operation along one axis, such as a cumulative sum or a sort."""
-        (index, axis, each), *others = values
+        """The result of an operation along axes, such as a cumulative sum or a sort."""
         name, params = eqn.primitive.name, dict(eqn.params)
-        if others or not isinstance(values[0], StackedElements):
+        if len(values) != 1:
             raise CannotRollError(f"`{name}` of several arrays")
-        parameter, along = axis_of(name, params)
+        ((index, axis, each),) = values
+        parameter, axes = axes_of(name, params)
+        others = [k for k in axes if k != axis]
+        if others:
+            own = tuple(k - (k > axis and each is None) for k in others)
+            given = params | {parameter: own if isinstance(params[parameter], tuple) else own[0]}
+            index = self.expressions.primitive(eqn.primitive, given, [index])
+            if axis not in axes:
+                is_left = name in PLACES and others[0] < axis
+                return StackedElements(index, axis - is_left, each)
         x = self.expressions.all[index]
-        if along != axis:
-            own = along - (along > axis and each is None)
-            params[parameter] = (own,) if isinstance(params[parameter], tuple) else own
-            made = self.expressions.primitive(eqn.primitive, params, [index])
-            is_left = name in PLACES and along < axis
-            return StackedElements(made, axis - is_left, each)
+        if name in ("cummax", "cummin") and jnp.issubdtype(x.dtype, jnp.complexfloating):
+            raise CannotRollError(f"`{name}` of complex numbers")
         whole = along_list(name, params, axis if each else None)
         key = "along the list", eqn.primitive, self.expressions.key_of(params), axis, each
         is_place = name in PLACES

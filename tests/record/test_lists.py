@@ -12,7 +12,7 @@ from jax import lax
 
 import jedbatch
 from jedbatch._jaxpr.list_expressions import Expressions
-from jedbatch._jaxpr.rolling import Roller, Single
+from jedbatch._jaxpr.rolling import CannotRollError, Roller, Single
 from jedbatch.errors import PerformanceWarning
 
 pytestmark = pytest.mark.unoptimized
@@ -172,6 +172,7 @@ ALONG = {
     "cummin": lax.cummin,
     "sort": lambda x, axis: lax.sort(x, axis),
     "flip": jnp.flip,
+    "flip all axes": lambda x, axis: jnp.flip(x),
     "argmax": lambda x, axis: lax.argmax(x, axis, np.int32),
     "argmin": lambda x, axis: lax.argmin(x, axis, np.int32),
 }
@@ -193,7 +194,7 @@ ELEMENTS = {
     [*itertools.product(ALONG, [False, True]), *((name, False) for name in OF_ROWS)],
 )
 def test_what_is_done_along_a_list_is_what_jax_does(name, put_together, elements):
-    """In programs with room for more elements, which hold anything."""
+    """In programs with room for more elements, which hold anything and have no derivatives."""
     given, done = ELEMENTS[elements], {**ALONG, **OF_ROWS}[name]
     join = jnp.concatenate if put_together else jnp.stack
     program = lambda *xs: done(join(xs), 0)  # noqa: E731
@@ -206,11 +207,31 @@ def test_what_is_done_along_a_list_is_what_jax_does(name, put_together, elements
         part = expressions.given(given[0].shape, given.dtype, "element", 0)
         run = expressions.program([value.id], [], [False], 6, [part])
         filling = [np.full_like(xs[0], k) for k in (7, -9, 3, 1, 2)]
-        (found,) = run([], [*xs, *filling[: 6 - length]], jnp.int32(length))
-        expected = program(*xs)
+        filling = filling[: 6 - length]
+        found, pull = jax.vjp(lambda *xs: run([], [*xs, *filling], jnp.int32(length))[0], *xs)  # noqa: B023
+        expected, pull_expected = jax.vjp(program, *xs)
+        slopes = np.ones(found.shape, found.dtype)
         if not isinstance(value, Single):  # but a row for each element
+            for row in found[length:] if length > 1 else ():  # one by itself is no list
+                np.testing.assert_array_equal(row, found[0])
             found = found[:length].reshape(expected.shape)
+            slopes[length:] = np.nan if slopes.dtype.kind == "f" else 0
         np.testing.assert_array_equal(found, expected)
+        if slopes.dtype.kind == "f":
+            assert_close(pull(slopes), pull_expected(np.ones_like(expected)), rtol=1e-6)
+
+
+def test_orders_that_are_not_served_are_left_to_their_lengths():
+    """Complex numbers have an order but no least one; and arrays may be sorted by others."""
+    given = np.array([[3, -1], [2, 0], [1, 1]], np.complex64)
+    for program in (
+        lambda *xs: lax.cummax(jnp.stack(xs), 0, reverse=True),
+        lambda *xs: lax.sort((jnp.zeros((len(xs), 2)), jnp.stack(xs)), 0)[1],
+    ):
+        roles = [("element", 0, k) for k in range(3)]
+        traced = jax.make_jaxpr(program)(*given)
+        with pytest.raises(CannotRollError):
+            Roller(Expressions(str), traced, roles, 3, False)._values()
 
 
 def test_lists_of_weights_are_stacked_once():
