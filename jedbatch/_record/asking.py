@@ -12,6 +12,7 @@ import itertools
 import sys
 import types
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from jax.core import Tracer
 
@@ -34,16 +35,46 @@ ASKING = frozenset(
 )
 
 # What tells by identity where something is in a container, or which object it is.
-FINDING = frozenset({"count", "get", "hash", "id", "index", "pop", "setdefault"})
+FINDING = frozenset(
+    {
+        "count",
+        "frozenset",
+        "fromkeys",
+        "get",
+        "hash",
+        "id",
+        "index",
+        "is_",
+        "is_not",
+        "isdisjoint",
+        "issubset",
+        "issuperset",
+        "pop",
+        "set",
+        "setdefault",
+    }
+)
 
 CAUGHT, LEFT_BY_ERROR = dis.opmap["PUSH_EXC_INFO"], dis.opmap["WITH_EXCEPT_START"]
 
-EXTENDED = dis.opmap["EXTENDED_ARG"]
-FINDS = frozenset(dis.opmap[x] for x in ("IS_OP", "CONTAINS_OP", "BINARY_SUBSCR"))
+FINDS = frozenset({"BINARY_SUBSCR", "BUILD_SET", "CONTAINS_OP", "IS_OP", "SET_ADD"})
+CONSTANT = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
+
+
+class Asked(NamedTuple):
+    """Whether Python code asked what operands are, or may have.
+
+    Attributes:
+      anything: for their types, or in another way.
+      identity: which objects hold them.
+    """
+
+    anything: bool
+    identity: bool
 
 
 @contextlib.contextmanager
-def noting_whether_it_asks(found: list[bool], has_identity: bool = False) -> Iterator[None]:
+def noting_whether_it_asks(found: list[Asked], has_identity: bool = False) -> Iterator[None]:
     """Adds to a list at the end whether Python code of the user inside asked, or may have.
 
     If what it holds `has_identity`, it may ask for that, too: a copy is another object.
@@ -52,23 +83,25 @@ def noting_whether_it_asks(found: list[bool], has_identity: bool = False) -> Ite
     """
     if sys.getprofile() is not None:
         yield
-        found.append(True)
+        found.append(Asked(True, has_identity))
         return
-    asked = False
+    asked = finds = False
 
     def note(frame: types.FrameType, event: str, _: object) -> None:
-        nonlocal asked
-        asked = asked or (event == "call" and _asks(frame, has_identity))
+        nonlocal asked, finds
+        if event == "call":
+            asked = asked or _asks(frame)
+            finds = finds or (has_identity and _finds(frame))
 
     sys.setprofile(note)
     try:
         yield
     finally:
         sys.setprofile(None)
-        found.append(asked)
+        found.append(Asked(asked or finds, finds))
 
 
-def _asks(frame: types.FrameType, has_identity: bool) -> bool:
+def _asks(frame: types.FrameType) -> bool:
     """Returns whether a call that begins may ask what an operand is: its type, or how it is spelt.
 
     Code that catches errors may, too: those of deciding on a value. So may the end of a `with`
@@ -78,7 +111,7 @@ def _asks(frame: types.FrameType, has_identity: bool) -> bool:
     if code.co_name == "__repr__" and isinstance(frame.f_locals.get("self"), Tracer):
         return True
     if not is_installed(module):
-        return _may_ask(code) or (has_identity and _may_find(code))
+        return _may_ask(code)
     if module == "functools" and "singledispatch" in code.co_qualname and frame.f_back is not None:
         return not is_installed(frame.f_back.f_globals.get("__name__", ""))
     return False
@@ -99,12 +132,26 @@ def _may_ask(code: types.CodeType) -> bool:
     return any(_may_ask(c) for c in code.co_consts if isinstance(c, types.CodeType))
 
 
+def _finds(frame: types.FrameType) -> bool:
+    """Returns whether a call that begins may ask which object something is."""
+    is_of_user = not is_installed(frame.f_globals.get("__name__", ""))
+    return is_of_user and _may_find(frame.f_code)
+
+
 @functools.lru_cache(maxsize=4096)
 def _may_find(code: types.CodeType) -> bool:
     """Returns whether code compares objects by identity or looks one up, in all but constants."""
-    operations = [x for x in code.co_code[::2] if x not in (dis.opmap["CACHE"], EXTENDED)]
+    operations = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
     for before, operation in itertools.pairwise(operations):
-        if operation in FINDS and before != dis.opmap["LOAD_CONST"]:
+        if _is_finding(operation) and before.opname not in CONSTANT:
             return True
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
     return not FINDING.isdisjoint(code_names(code)) or any(map(_may_find, inner))
+
+
+def _is_finding(operation: dis.Instruction) -> bool:
+    """Returns whether an operation finds an object; objects are equal to themselves alone."""
+    if operation.opname == "COMPARE_OP":
+        return "==" in operation.argrepr or "!=" in operation.argrepr
+    # From Python 3.14 on to look something up is one of the binary operators.
+    return operation.opname in FINDS or operation.argrepr == "[]"

@@ -82,7 +82,7 @@ _CONTAINERS = (tuple, list, dict, set, frozenset, collections.deque)
 _OPAQUE = frozenset({"jax", "jaxlib", "numpy", "ml_dtypes", "jedbatch"})
 
 
-class _Weakly:
+class Weakly:
     """Equal to another exactly if both are of the same object, which still lives."""
 
     __slots__ = ("hash", "ref")
@@ -96,7 +96,7 @@ class _Weakly:
 
     def __eq__(self, other: object) -> bool:
         own_value = self.ref()
-        return isinstance(other, _Weakly) and own_value is not None and own_value is other.ref()
+        return isinstance(other, Weakly) and own_value is not None and own_value is other.ref()
 
 
 class _Guard(NamedTuple):
@@ -119,7 +119,7 @@ class _Guard(NamedTuple):
         values = tuple(read(subject))
         weak = list(map(_is_array, values))
         if any(weak):
-            values = tuple([_Weakly(x) if w else x for x, w in zip(values, weak, strict=True)])
+            values = tuple([Weakly(x) if w else x for x, w in zip(values, weak, strict=True)])
         return _Guard(read, subject, values, any(weak))
 
     def holds(self) -> bool:
@@ -130,7 +130,7 @@ class _Guard(NamedTuple):
         if not self.weak:
             return all(map(operator.is_, now, self.found))
         return all(
-            f is x or (type(f) is _Weakly and f.ref() is x)
+            f is x or (type(f) is Weakly and f.ref() is x)
             for f, x in zip(self.found, now, strict=True)
         )
 
@@ -380,7 +380,7 @@ class _Walk:
     def _visit(self, thing: _Thing, x: object, kind: object) -> None:
         text = self._text
         if _is_array(x):
-            text.append(_Weakly(x))
+            text.append(Weakly(x))
             if not kind.__module__.startswith("jedbatch."):  # a symbol: its recorder's to judge
                 self.arrays.append(x)
                 self.names.append(_steps(thing.way))
@@ -505,7 +505,7 @@ class _Walk:
         """An array of NumPy: what is in it, unless it is large and may change."""
         fixed = not x.flags.writeable and (x.base is None or isinstance(x.base, bytes))
         if fixed or x.dtype.hasobject:
-            self._text.append(_Weakly(x))
+            self._text.append(Weakly(x))
             return
         self._bytes += x.nbytes
         if self._bytes <= MAX_COMPARED_BYTES:

@@ -94,10 +94,10 @@ def _may_change(x: Any) -> bool:
     return is_copied(x) and not _is_frozen(type(x))
 
 
-def has_identity(fn: object) -> bool:
-    """Returns whether a function holds objects that are compared by which one they are."""
+def objects_by_identity(fn: object) -> list[Any]:
+    """Returns the objects that a function holds which are compared by which one they are."""
     holders = (x for x, _ in _holders(fn).values() if is_copied(x))
-    return any(type(x).__hash__ is object.__hash__ for x in holders)
+    return [x for x in holders if type(x).__hash__ is object.__hash__]
 
 
 def _holders(fn: object, opens: bool = True) -> Parts:

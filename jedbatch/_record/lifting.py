@@ -15,7 +15,9 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._jaxpr.numbers import Number, is_number, with_numbers
+from jedbatch._record.asking import Asked
 from jedbatch._record.closures import function_identity
+from jedbatch._record.environment import Weakly
 from jedbatch._record.held import OPERAND, held_functions, held_values, with_held_values
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._support.caches import Memory
@@ -23,6 +25,7 @@ from jedbatch._support.caches import Memory
 MAX_OPERATIONS = 10_000  # of which numbers are kept
 MAGNITUDE = 8  # binary digits
 MAX_APART = 8  # sets of numbers of one operation on which Python decided, before all are constants
+UNKNOWN = Asked(True, True)  # of calls that have not been looked at
 
 
 class NumbersMet:
@@ -72,7 +75,7 @@ class Lifting:
         self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
         self._compared: dict[Hashable, None] = Memory(MAX_OPERATIONS)
         self._apart: dict[int, set[tuple]] = Memory(MAX_OPERATIONS)
-        self._asks: dict[int, bool] = Memory(MAX_OPERATIONS)
+        self._asks: dict[int, Asked] = Memory(MAX_OPERATIONS)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -87,27 +90,35 @@ class Lifting:
         self.num_lifted += len(numbers_met.varying) - before
         return numbers_met.varying
 
-    def note_asking(self, call_spec: int, asks: bool) -> None:
+    def note_asking(self, call_spec: int, asked: Asked) -> None:
         """Notes whether Python asks what numbers are in calls of this id (see `asking`)."""
-        self._asks[call_spec] = asks
+        self._asks[call_spec] = asked
 
     def asks(self, call_spec: int) -> bool:
         """Returns whether Python asks what numbers are in calls of this id, or may."""
-        return self._asks.get(call_spec, True)
+        return self._asks.get(call_spec, UNKNOWN).anything
 
-    def is_new(self, call_spec: int, numbers: Sequence[Number]) -> bool:
+    def is_new(self, call_spec: int, numbers: Sequence[Number], objects: Sequence[Any]) -> bool:
         """Returns whether calls of this id have not been compared with those that hold numbers.
 
         Numbers count as known if each had that sign before, and about that magnitude; where Python
-        asks what they are, if all had these values.
+        asks what they are, if all had these values; and where it asks which objects hold them, if
+        the same did.
+
+        Args:
+          call_spec: the id.
+          numbers: that are operands.
+          objects: that the function holds, if they are compared by identity.
         """
-        known_by = self._known_by(call_spec, numbers)
+        known_by = self._known_by(call_spec, numbers, objects)
         is_compared = all(key in self._compared for key in known_by)
         return not is_compared and not self.is_apart(call_spec, numbers)
 
-    def note_compared(self, call_spec: int, numbers: Sequence[Number]) -> None:
+    def note_compared(
+        self, call_spec: int, numbers: Sequence[Number], objects: Sequence[Any]
+    ) -> None:
         """Notes that calls of this id compute the same with numbers as operands."""
-        self._compared.update(dict.fromkeys(self._known_by(call_spec, numbers)))
+        self._compared.update(dict.fromkeys(self._known_by(call_spec, numbers, objects)))
 
     def is_apart(self, call_spec: int, numbers: Sequence[Number]) -> bool:
         """Returns whether calls of this id have these numbers as constants (see `sets_apart`)."""
@@ -123,10 +134,13 @@ class Lifting:
             apart.add(_exactly(numbers))
         return _exactly(numbers) in apart
 
-    def _known_by(self, call_spec: int, numbers: Sequence[Number]) -> list[Hashable]:
-        if self.asks(call_spec):
-            return [(call_spec, _exactly(numbers))]
-        return _ranges(call_spec, numbers)
+    def _known_by(
+        self, call_spec: int, numbers: Sequence[Number], objects: Sequence[Any]
+    ) -> list[Hashable]:
+        if not self.asks(call_spec):
+            return _ranges(call_spec, numbers)
+        finds = self._asks.get(call_spec, UNKNOWN).identity
+        return [(call_spec, _exactly(numbers), *(map(Weakly, objects) if finds else ()))]
 
     def fix(self, skeleton: Hashable) -> None:
         """Makes the operands of an operation part of its type: integers first, then all of them.

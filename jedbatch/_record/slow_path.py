@@ -21,16 +21,16 @@ from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import tree_key, typed_or_same
 from jedbatch._jaxpr.numbers import Number, is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
-from jedbatch._record.asking import noting_whether_it_asks
+from jedbatch._record.asking import Asked, noting_whether_it_asks
 from jedbatch._record.cell import Cell, pause, spelled, static_options
 from jedbatch._record.closures import function_identity
 from jedbatch._record.failures import note_call
 from jedbatch._record.fast_path import reference_widths
 from jedbatch._record.held import (
     OPERAND,
-    has_identity,
     held_functions,
     held_values,
+    objects_by_identity,
     with_held_values,
 )
 from jedbatch._record.instance_arrays import flatten, is_array
@@ -97,7 +97,8 @@ def _reads_no_number(
     often, so calls are compared for each of them; and for each number where code asks for types.
     """
     registry, numbers = recorder.registry, list(lifted.values())
-    if not registry.lifting.is_new(call_spec.id, numbers):
+    objects = objects_by_identity(cell.fn)
+    if not registry.lifting.is_new(call_spec.id, numbers, objects):
         return not registry.lifting.is_apart(call_spec.id, numbers)
     constant = _prepared(recorder, cell, args, static, {})
     assert constant is not None
@@ -109,7 +110,7 @@ def _reads_no_number(
             numbers, program, other, registry.keys.params_key
         )
     if same:
-        registry.lifting.note_compared(call_spec.id, numbers)
+        registry.lifting.note_compared(call_spec.id, numbers, objects)
     return same
 
 
@@ -140,7 +141,7 @@ class PreparedCall(NamedTuple):
     options: Hashable
     slots: list[Hashable]
     holds_operands: bool
-    asked: list[bool]
+    asked: list[Asked]
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -174,7 +175,7 @@ def _prepared(
     if recorder.grouping is None:
         _make_values(recorder, (identity, options, tree_key(tree)), leaves, tree)
     slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
-    asked: list[bool] = []
+    asked: list[Asked] = []
 
     def call(shared_values, operand_values):
         sources = {"shared": iter(shared_values), "value": iter(operand_values)}
@@ -183,7 +184,7 @@ def _prepared(
         args, values = jax.tree.unflatten(tree, filled)
         watched: Any = contextlib.nullcontext()
         if lifted:
-            watched = noting_whether_it_asks(asked, has_identity(fn))
+            watched = noting_whether_it_asks(asked, bool(objects_by_identity(fn)))
         try:
             with rules_as_programs(recorder.registry), watched:
                 return with_held_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
@@ -234,7 +235,9 @@ def cell_call_spec(
         )
         raise
     if found.asked:
-        recorder.registry.lifting.note_asking(call_spec.id, any(found.asked))
+        recorder.registry.lifting.note_asking(
+            call_spec.id, Asked(*map(any, zip(*found.asked, strict=True)))
+        )
     is_new = call_spec.node_type >= num_types
     recorder.caching &= call_spec.id not in recorder.registry.hidden.arrays
     if hasattr(fn, "__code__") and is_new:

@@ -442,6 +442,37 @@ def test_numbers_decided_on_after_many_others(scaled):
     assert len(set(batched.plan(W, many, gradient=False).graph.node_type.tolist())) == 2
 
 
+SPECIAL = Rate(0.5)
+
+
+@pytest.mark.parametrize(
+    "is_special",
+    [
+        lambda me: me is SPECIAL,
+        lambda me: me == SPECIAL,
+        lambda me: me in (SPECIAL,),
+        lambda me: {id(SPECIAL): True}.get(id(me), False),
+        lambda me: len({me, SPECIAL}) == 1,
+    ],
+)
+def test_one_of_many_objects_that_hold_the_same_numbers(is_special):
+    """A copy with a number as an operand is none of them."""
+
+    def fn(_, i):
+        x, t, special = i
+        me = SPECIAL if special else Rate(t)
+        return jedbatch.cell(lambda y: y * (7.0 if is_special(me) else me.t))(x)
+
+    batched = jedbatch.batch(fn)
+    x = np.ones(2, np.float32)
+    for numbers in ([0.25, 0.5, 0.75, 0.5, 1.25, 1.5], [0.5, 1.75, 0.25]):
+        instances = [(x, t, False) for t in numbers]
+        instances.insert(1, (x, 0.5, len(numbers) == 3))
+        found = batched(W, instances)
+        np.testing.assert_allclose(found, [fn(W, i) for i in instances], rtol=1e-5)
+    assert len(set(batched.plan(W, instances, gradient=False).graph.node_type.tolist())) <= 3
+
+
 def listed(x, t):
     return sum([x * t * k for k in (1.0, 2.0)])
 
