@@ -165,6 +165,15 @@ def scan_parts(eqn: Equation) -> tuple[int, int]:
     return num_whole(eqn.invars, body.invars) - num_carried, num_carried
 
 
+def static_arguments(compiled: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Returns (numbers, names) of the arguments for which `jax.jit` compiles a function anew.
+
+    They are in nothing but the state by which such functions are copied and pickled.
+    """
+    state = compiled.__getstate__()
+    return tuple(state["static_argnums"]), tuple(state["static_argnames"])
+
+
 def wrapped_by_jax(value: Array) -> tuple[Any, ...] | None:
     """Returns the parts of a wrapper in which JAX hands on a function; None of anything else.
 

@@ -21,6 +21,7 @@ import jax
 from jax.core import Tracer
 
 from jedbatch._jaxpr.identity import Same
+from jedbatch._jaxpr.versions import static_arguments
 from jedbatch._record.closures import cell_of, free_values, is_installed
 from jedbatch._record.instance_arrays import has_attributes_only, plain_fields, reads_its_dict
 
@@ -233,7 +234,10 @@ def _like(x: Any, parts: list[Any], described: bool) -> Any:
     if type(x) is types.MethodType:
         return types.MethodType(fn, *args)
     if type(x) is JITTED:
-        return ("jit", fn) if described else jax.jit(fn)
+        numbers, static_names = static_arguments(x)
+        if described:
+            return "jit", fn, numbers, static_names
+        return jax.jit(fn, static_argnums=numbers, static_argnames=static_names)
     names = sorted(x.keywords)
     first = len(args) - len(names)
     made = type(x)(fn, *args[:first], **dict(zip(names, args[first:], strict=True)))

@@ -185,7 +185,12 @@ def test_functions_that_hold_something_else(fn):
 def test_values_that_a_cell_reaches_in_containers_are_operands():
     def fn(p, x):
         held, scale = [x, {"twice": 2 * x}], Scale(jnp.cos(x))
-        return cell(lambda v: held[0] * v + held[1]["twice"] + scale.run(v))(p["a"])
+        power = jax.jit(lambda v, n, how: getattr(jnp, how)(v, n) * x, static_argnames=("n", "how"))
+
+        def run(v):
+            return held[0] * v + held[1]["twice"] + scale.run(v) + power(v, 2, how="power")
+
+        return cell(run)(p["a"])
 
     batched = check(fn, P, XS)
     assert len(batched.plan(P, XS).graph.present_types) == 3
