@@ -36,6 +36,7 @@ from jedbatch._support.restored import Restored, collector
 
 SINGLE = jax.tree.structure(0)  # of a result that is an array
 RECORDS_CALLS = True  # see `_support.frames`
+MAX_RECORDINGS = 8  # of a minibatch until all is recorded in one way; new classes each time prevent it
 
 
 def trace(
@@ -76,10 +77,14 @@ def trace(
         _record, fn, registry, instances, arrays, arrange, grouping, read, types, numbers
     )
 
+    looks = itertools.count()
+
     def assumed() -> object:
         """The operands and what recurs: where they change, the same is recorded in two ways."""
         revision = grouping and grouping.revision
         operands = registry.shared_operands.revision
+        if next(looks) > 2 * MAX_RECORDINGS:
+            return operands, revision
         return registry.lifting.num_lifted, registry.variants.num_varying, operands, revision
 
     while True:
