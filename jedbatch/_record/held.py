@@ -101,6 +101,11 @@ def objects_by_identity(fn: object) -> list[Any]:
     return [x for x in holders if type(x).__hash__ is object.__hash__]
 
 
+def holds_traced(x: object) -> bool:
+    """Returns whether a container or an object holds a traced value, and not by way of another."""
+    return any(isinstance(part, Tracer) for part in _parts_of_container(x) or ())
+
+
 def _holders(fn: object, opens: bool = True) -> Parts:
     """A function and the functions, containers and objects that it holds, each once."""
     found: Parts = {}

@@ -30,6 +30,7 @@ from jedbatch._record.held import (
     OPERAND,
     held_functions,
     held_values,
+    holds_traced,
     objects_by_identity,
     with_held_values,
 )
@@ -40,6 +41,7 @@ from jedbatch._record.rules_in_cells import rules_as_programs
 from jedbatch._record.shared_operands import VALUE
 from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
 from jedbatch._support.types import Leaf, PyTree
+from jedbatch.errors import SymbolicValueError
 
 
 def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> PyTree:
@@ -183,8 +185,9 @@ def _prepared(
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
         args, values = jax.tree.unflatten(tree, filled)
         watched: Any = contextlib.nullcontext()
-        if lifted:
-            watched = noting_whether_it_asks(asked, bool(objects_by_identity(fn)))
+        objects = objects_by_identity(fn)
+        if lifted or any(map(holds_traced, objects)):
+            watched = noting_whether_it_asks(asked, bool(objects))
         try:
             with rules_as_programs(recorder.registry), watched:
                 return with_held_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
@@ -235,9 +238,14 @@ def cell_call_spec(
         )
         raise
     if found.asked:
-        recorder.registry.lifting.note_asking(
-            call_spec.id, Asked(*map(any, zip(*found.asked, strict=True)))
-        )
+        asked = Asked(*map(any, zip(*found.asked, strict=True)))
+        if asked.identity and any(map(holds_traced, objects_by_identity(fn))):
+            raise SymbolicValueError(
+                f"cell `{cell.name}` holds an object with a value of the instance in it, and "
+                "compares objects by which one they are, or looks one up; but it is traced with "
+                "a copy of the object. Pass the value to the cell as an argument."
+            )
+        recorder.registry.lifting.note_asking(call_spec.id, asked)
     is_new = call_spec.node_type >= num_types
     recorder.caching &= call_spec.id not in recorder.registry.hidden.arrays
     if hasattr(fn, "__code__") and is_new:

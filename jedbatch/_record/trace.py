@@ -36,7 +36,7 @@ from jedbatch._support.restored import Restored, collector
 
 SINGLE = jax.tree.structure(0)  # of a result that is an array
 RECORDS_CALLS = True  # see `_support.frames`
-MAX_RECORDINGS = 8  # of a minibatch until all is recorded in one way; new classes each time prevent it
+MAX_RECORDINGS = 8  # of a minibatch, to record all in one way; classes made each time prevent it
 
 
 def trace(

@@ -473,6 +473,37 @@ def test_one_of_many_objects_that_hold_the_same_numbers(is_special):
     assert len(set(batched.plan(W, instances, gradient=False).graph.node_type.tolist())) <= 3
 
 
+@pytest.mark.parametrize("is_special", ["in", "id"])
+def test_objects_with_values_are_not_told_apart_by_identity(is_special):
+    def fn(_, x):
+        me, other = Rate(x), Rate(2 * x)
+        special, number = {me}, id(me)
+        tells = {"in": lambda: me in special, "id": lambda: id(me) == number}[is_special]
+        return jedbatch.cell(lambda y: y * (me.t if tells() else other.t))(x)
+
+    with pytest.raises(jedbatch.errors.SymbolicValueError, match="as an argument"):
+        jedbatch.batch(fn)(W, [np.ones(2, np.float32), np.zeros(2, np.float32)])
+
+
+def test_a_class_made_for_each_instance_is_recorded_a_few_times():
+    runs = []
+
+    def fn(_, x):
+        class Scale:
+            pass
+
+        runs.append(x)
+        scale, total = Scale(), 0.0
+        for k in range(4):
+            scale.by = 0.5 * k
+            total = total + jedbatch.cell(lambda y: y * scale.by)(x)
+        return total
+
+    xs = [np.full(2, k, np.float32) for k in range(3)]
+    np.testing.assert_allclose(jedbatch.batch(fn)(W, xs), [3 * x for x in xs])
+    assert len(runs) <= 40 * len(xs)
+
+
 def listed(x, t):
     return sum([x * t * k for k in (1.0, 2.0)])
 
