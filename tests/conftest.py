@@ -140,3 +140,15 @@ def x64():
     """Computes in 64 bits for one test."""
     with jax.enable_x64(True):
         yield
+
+
+@pytest.fixture(params=["calls", "XLA"])
+def maker(request, monkeypatch):
+    """By which of the two programs on CPUs do what the compiled core can do."""
+    from jedbatch._support import native
+
+    if request.param == "XLA":
+        monkeypatch.setenv(native.SWITCH, "0")
+    elif native.core() is None:
+        pytest.skip("no compiled core")
+    return request.param

@@ -8,20 +8,9 @@ from cases.helpers import assert_close
 
 import jedbatch
 from jedbatch._kernel.sums_over_lanes import sum_of_products, sums_of_rows
-from jedbatch._support import native
 
 # Numbers of rows and of cotangents: of less than a vector, of a few, and with some left over.
 SIZES = [(1, 1), (3, 8), (6, 64), (13, 65), (64, 200), (128, 24)]
-
-
-@pytest.fixture(params=["calls", "XLA"])
-def maker(request, monkeypatch):
-    """What takes the sums."""
-    if request.param == "XLA":
-        monkeypatch.setenv(native.SWITCH, "0")
-    elif native.core() is None:
-        pytest.skip("no compiled core")
-    return request.param
 
 
 def lanes_with_gaps(rng, count):

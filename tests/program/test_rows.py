@@ -19,16 +19,6 @@ SHAPES += [((9, 4), ml_dtypes.bfloat16), ((9, 2), np.complex64), ((25, 0), np.fl
 SHAPES += [((9, 4), np.float16), ((9,), np.uint8), ((9, 1), ml_dtypes.float8_e4m3fn)]
 
 
-@pytest.fixture(params=["calls", "XLA"])
-def maker(request, monkeypatch):
-    """By which of the two CPUs read and write rows."""
-    if request.param == "XLA":
-        monkeypatch.setenv(native.SWITCH, "0")
-    elif native.core() is None:
-        pytest.skip("no compiled core")
-    return request.param
-
-
 def values(rng, shape, dtype):
     numbers = rng.integers(0, 100, shape)
     return np.asarray(numbers + 1j * numbers[::-1] if dtype == np.complex64 else numbers, dtype)
