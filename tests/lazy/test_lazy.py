@@ -1,5 +1,6 @@
 """Inside of a lazy scope a loop over instances is batched as it runs, and gives what it gave."""
 
+import collections
 import copy
 import gc
 import pickle
@@ -344,7 +345,7 @@ def test_a_round_that_fails():
 def test_a_value_wanted_inside_of_a_cell():
     with pytest.raises(SymbolicValueError, match="ask for the value before"), jedbatch.lazy():  # noqa: PT012
         h = leaf(PARAMS, 1)
-        held = [h[0]]
+        held = collections.deque([h[0]])
         half = lambda: float(held[0]) / 2  # noqa: E731
         jedbatch.cell(lambda x: x * half())(h)
 

@@ -164,7 +164,7 @@ def test_structures_of_shared_arguments(monkeypatch):
         assert_close(batched.apply(p, plan), 2 * jnp.ones((1, 3)), 1e-6)
     with pytest.raises(ValueError, match="make a new one"):
         batched.apply(params[0], plans[1])
-    with pytest.raises(ValueError, match="make a new one"):
+    with pytest.raises(ValueError, match="make one with its own"):
         jedbatch.batch(lambda p, x: p["w"] + x).apply(params[0], plans[0])
 
 

@@ -36,7 +36,7 @@ SQUARES = [np.ones((n, 3), np.float32) for n in COUNTS]
 
 def attends(w, n):  # the list makes one type for each length, what is done with it more
     rows = jnp.concatenate([w * jnp.ones((2, 3)) * i for i in range(n)])
-    hidden = jnp.cumsum(jnp.tanh(rows @ jnp.outer(jnp.arange(3.0), w * jnp.arange(3.0))), axis=0)
+    hidden = jnp.diff(jnp.tanh(rows @ jnp.outer(jnp.arange(3.0), w * jnp.arange(3.0))), axis=0)
     return (jnp.exp(hidden @ jnp.ones(3)) @ hidden).sum()
 
 
