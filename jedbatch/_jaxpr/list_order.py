@@ -101,7 +101,8 @@ def row_at(axis: int, sizes: Sequence[int]) -> Callable[[Sequence[Array], Array]
         place = jnp.minimum(place, exists.sum(dtype=np.int32) - 1)
         row = lax.dynamic_index_in_dim(rows, place, keepdims=False)
         others = [k for k in range(len(sizes)) if k != axis]
-        part = lax.dynamic_slice(row, [starts[k] for k in others], [sizes[k] for k in others])
+        starts_left, sizes_left = [starts[k] for k in others], [sizes[k] for k in others]
+        part = lax.dynamic_slice(row, starts_left, sizes_left) if others else row
         return jnp.expand_dims(part, axis)
 
     return run

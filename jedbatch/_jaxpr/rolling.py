@@ -434,6 +434,8 @@ class Roller:
         index, axis, each = stacked
         if 1 < sizes[axis] == eqn.invars[0].aval.shape[axis]:  # all, wherever they begin
             along = [k for k in range(len(sizes)) if k != axis or each is not None]
+            if not along:  # numbers
+                return stacked
             of_element = {**dict(enumerate(sizes)), axis: each}
             params["slice_sizes"] = tuple(of_element[k] for k in along)
             ids = [index, *(starts[k].id for k in along)]
