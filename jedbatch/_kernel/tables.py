@@ -187,7 +187,7 @@ def tabulated(closed: ClosedProgram, num_shared: int, most_work: float) -> Tabul
 
 def _is_look_up(eqn: Equation, fixed: Collection[Var]) -> bool:
     """Returns whether an equation looks up one row of a shared array, by an index of the lane."""
-    if eqn.primitive.name != "dynamic_slice":
+    if eqn.primitive.name != "dynamic_slice" or len(eqn.invars) < 2:
         return False
     array, index, *_ = eqn.invars
     if not isinstance(index, Var) or index in fixed or array not in fixed:
