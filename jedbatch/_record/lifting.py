@@ -98,6 +98,10 @@ class Lifting:
         """Returns whether Python asks what numbers are in calls of this id, or may."""
         return self._asks.get(call_spec, UNKNOWN).anything
 
+    def finds(self, call_spec: int) -> bool:
+        """Returns whether Python asks which objects calls of this id hold, or may."""
+        return self._asks.get(call_spec, UNKNOWN).identity
+
     def is_new(self, call_spec: int, numbers: Sequence[Number], objects: Sequence[Any]) -> bool:
         """Returns whether calls of this id have not been compared with those that hold numbers.
 
@@ -139,8 +143,8 @@ class Lifting:
     ) -> list[Hashable]:
         if not self.asks(call_spec):
             return _ranges(call_spec, numbers)
-        finds = self._asks.get(call_spec, UNKNOWN).identity
-        return [(call_spec, _exactly(numbers), *(map(Weakly, objects) if finds else ()))]
+        found = map(Weakly, objects) if self.finds(call_spec) else ()
+        return [(call_spec, _exactly(numbers), *found)]
 
     def fix(self, skeleton: Hashable) -> None:
         """Makes the operands of an operation part of its type: integers first, then all of them.

@@ -237,15 +237,16 @@ def cell_call_spec(
             "keyword: keyword arguments are static."
         )
         raise
+    lifting = recorder.registry.lifting
     if found.asked:
-        asked = Asked(*map(any, zip(*found.asked, strict=True)))
-        if asked.identity and any(map(holds_traced, objects_by_identity(fn))):
-            raise SymbolicValueError(
-                f"cell `{cell.name}` holds an object with a value of the instance in it, and "
-                "compares objects by which one they are, or looks one up; but it is traced with "
-                "a copy of the object. Pass the value to the cell as an argument."
-            )
-        recorder.registry.lifting.note_asking(call_spec.id, asked)
+        lifting.note_asking(call_spec.id, Asked(*map(any, zip(*found.asked, strict=True))))
+    finds = found.holds_operands and lifting.finds(call_spec.id)
+    if finds and any(map(holds_traced, objects_by_identity(fn))):
+        raise SymbolicValueError(
+            f"cell `{cell.name}` holds an object with a value of the instance in it, and "
+            "compares objects by which one they are, or looks one up; but it is traced with "
+            "a copy of the object. Pass the value to the cell as an argument."
+        )
     is_new = call_spec.node_type >= num_types
     recorder.caching &= call_spec.id not in recorder.registry.hidden.arrays
     if hasattr(fn, "__code__") and is_new:
