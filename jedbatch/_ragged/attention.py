@@ -38,7 +38,7 @@ from jedbatch._support.types import Array
 LEAST_SCALE, MOST_SCALE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
-class Attention(NamedTuple):
+class AttentionPhase(NamedTuple):
     """A phase that is attention.
 
     Attributes:
@@ -72,7 +72,7 @@ class _NoAttentionError(Exception):
     """A phase does something else."""
 
 
-def find_attention(phase: Phase) -> Attention | None:
+def find_attention(phase: Phase) -> AttentionPhase | None:
     """Returns the attention that a phase is; None if it does anything else."""
     if phase.indexed or phase.shared or len(phase.writes) != 1:
         return None
@@ -98,7 +98,7 @@ class _Finder:
         self._maker = {v: eqn for eqn in phase.equations for v in eqn.outvars}
         self._met: set[int] = set()  # equations that are part of it
 
-    def attention(self) -> Attention:
+    def attention(self) -> AttentionPhase:
         """Returns what the phase is."""
         out = self._made(self._phase.writes[0], "dot_general")
         k = int(len(ragged_axes(out.invars[1].aval.shape)) == 2)  # the weights
@@ -115,7 +115,7 @@ class _Finder:
         _ask(len(self._met) == len(self._phase.equations))
         _ask(queries.shape == keys.shape and keys.shape[0] == values.shape[0])
         _ask(keys.extent == values.extent)
-        return Attention(
+        return AttentionPhase(
             (queries.place, keys.place, values.place),
             *queries.shape,
             values.shape[1],
@@ -262,7 +262,7 @@ def _sides(product: Equation) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return [(tuple(c), tuple(b)) for c, b in zip(contracted, batch, strict=True)]
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """How attention is called.
 
     Attributes:
@@ -279,11 +279,11 @@ attention_back_p = Primitive("attention_back")
 attention_back_p.multiple_results = True
 
 
-def _attend(table: Array, *given: Array, call: Call, kind: Any) -> Array:
+def _attend(table: Array, *given: Array, call: AttentionCall, kind: Any) -> Array:
     return call.otherwise(table, *given)
 
 
-def _pull_back(table: Array, *given: Array, call: Call, kinds: Any) -> list[Array]:
+def _pull_back(table: Array, *given: Array, call: AttentionCall, kinds: Any) -> list[Array]:
     return call.otherwise(table, *given)
 
 
@@ -297,7 +297,7 @@ def _types(*given, call, kinds):
     return [ShapedArray(*kind) for kind in kinds]
 
 
-def _numbers(*, call: Call, **_: Any) -> dict[str, Any]:
+def _numbers(*, call: AttentionCall, **_: Any) -> dict[str, Any]:
     return {"numbers": np.array(call.numbers, np.int64)}
 
 
@@ -326,7 +326,11 @@ for _primitive, _operations in ((attention_p, _attend), (attention_back_p, _pull
 
 
 def attend(
-    found: Attention, batch: PackedBatch, operands: Sequence[Array], kind: Any, otherwise: Callable
+    found: AttentionPhase,
+    batch: PackedBatch,
+    operands: Sequence[Array],
+    kind: Any,
+    otherwise: Callable,
 ) -> Array:
     """Returns the packed rows of a result.
 
@@ -342,12 +346,12 @@ def attend(
     def run(table: Array, *given: Array) -> Array:
         return otherwise(table, [given[places.index(i)] for i in range(len(operands))])
 
-    call = Call(found.numbers(batch), run)
+    call = AttentionCall(found.numbers(batch), run)
     return attention_p.bind(batch.table, *(operands[i] for i in places), call=call, kind=kind)
 
 
 def pull_back(
-    found: Attention,
+    found: AttentionPhase,
     batch: PackedBatch,
     operands: Sequence[Array],
     moves: Array,
@@ -372,7 +376,7 @@ def pull_back(
         read = [given[places.index(i)] for i in range(len(operands))]
         return otherwise(table, read, moves, cotangent)
 
-    call = Call((*found.numbers(batch), *places), run)
+    call = AttentionCall((*found.numbers(batch), *places), run)
     kinds = tuple((x.shape, x.dtype) for x in operands)
     given = *(operands[i] for i in places), moves, cotangent
     return list(attention_back_p.bind(batch.table, *given, call=call, kinds=kinds))

@@ -27,7 +27,7 @@ from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._program.arenas import broadcast_flags, take
-from jedbatch._ragged.attention import Attention, attend, find_attention, pull_back
+from jedbatch._ragged.attention import AttentionPhase, attend, find_attention, pull_back
 from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
 from jedbatch._ragged.instance_rows import (
     InstanceRows,
@@ -216,7 +216,7 @@ class InstancePhase:
 
         return [attend(found, batch, operands, batch.kind(self.phase.writes[0]), otherwise)]
 
-    def _attention_for(self, batch: PackedBatch) -> Attention | None:
+    def _attention_for(self, batch: PackedBatch) -> AttentionPhase | None:
         """Returns the attention that the core computes; None if the phase runs in groups."""
         capacity = batch.capacity
         is_short = not capacity.slots and capacity.longest <= capacity.target.attention_rows

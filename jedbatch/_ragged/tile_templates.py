@@ -53,7 +53,7 @@ class TiledArrays(NamedTuple):
 
 
 class TemplateForm(NamedTuple):
-    """What belongs to the template of one instance.
+    """The symbols and arrays of the template of one instance.
 
     Attributes:
       symbols: the names of symbols, in the order of their numbers.
@@ -77,7 +77,7 @@ class TemplateForm(NamedTuple):
 
 
 class _Table:
-    """What takes the place of nodes of each kind, a type and a number of operands.
+    """The nodes in place of those of each kind, a type and a number of operands.
 
     Attributes:
       begin, count: int64[kinds], the rows of each.
@@ -513,7 +513,7 @@ class _TiledType(NamedTuple):
 
 
 class _TiledTypes:
-    """What is known of types of inputs, some of which are ragged."""
+    """The types of inputs, some of which are ragged, as types of tiles."""
 
     def __init__(self, regions: Regions, names: _Names):
         self._regions, self._names = regions, names

@@ -6,7 +6,7 @@ Read in this order:
    replaced.
 2. `instance_key`: Keys of instances: equal for instances that have the same graph.
 3. `closures`: Identity of Python functions: equal keys for functions that compute the same.
-4. `held`: What functions hold, and functions like them that hold other things.
+4. `held`: The things that functions hold, and functions like them that hold other things.
 5. `asking`: Whether Python asks what a number is, which is an operand while a cell is traced.
 6. `cell`: `cell`: a function as one unit of batching.
 7. `readers`: How environments read what they have seen once more: functions from a thing to what

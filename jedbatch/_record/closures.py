@@ -70,7 +70,7 @@ def free_values(fn: object) -> tuple[Any, ...]:
     return tuple(values)
 
 
-class Part(abc.ABC):
+class Described(abc.ABC):
     """A part of our own functions that says itself what tells it apart."""
 
     @abc.abstractmethod
@@ -123,7 +123,7 @@ def _identity(
         return Same(value)
     if is_program(value):
         return program_key(value)
-    if isinstance(value, Part):
+    if isinstance(value, Described):
         return value.identity(program_key)
     if isinstance(value, functools.partial):
         named = (*sorted(value.keywords.items()), *_attributes(value))

@@ -1,4 +1,4 @@
-"""What functions hold, and functions like them that hold other things.
+"""The things that functions hold, and functions like them that hold other things.
 
 Before functions are compared, some of what they hold is taken out: symbolic values, which are
 operands, and numbers that differ from call to call. A function holds what it closes over, its

@@ -27,7 +27,7 @@ from jedbatch._jaxpr.interpret import (
 from jedbatch._jaxpr.numbers import Number, numbers_of, run_program
 from jedbatch._jaxpr.versions import consts_of, without_consts
 from jedbatch._record.cell import pause
-from jedbatch._record.closures import Part
+from jedbatch._record.closures import Described
 from jedbatch._record.keys import Keys
 from jedbatch._record.shared_values import owned
 from jedbatch._support.types import Array, Leaf
@@ -90,7 +90,7 @@ class CustomPrograms(NamedTuple):
         return call
 
 
-class ProgramsOfNumbers(Part):
+class ProgramsOfNumbers(Described):
     """The programs of a function and its rule, some of whose numbers are given.
 
     Args:

@@ -318,7 +318,7 @@ def test_rules_in_cells_that_read_what_is_differentiated_say_what_to_write():
 
 
 def test_known_functions_with_rules_are_not_run_again(monkeypatch):
-    """What their results are made of is known for each type, once a run has told it."""
+    """A run tells of each type what its results are made of."""
     runs = []
     run = custom_rules.note_run
     monkeypatch.setattr(custom_rules, "note_run", lambda *args: runs.append(run(*args)))
