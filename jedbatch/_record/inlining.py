@@ -3,10 +3,11 @@
 A call of such a function is one node, of one type for each program that it is traced into. Where it
 takes a whole tree, these are as many as trees have shapes. So once it has been traced into a few
 programs of different numbers of operations, the operations are recorded in place of the call.
-Functions of installed packages, such as `jax.numpy.where`, and those that are traced again for
-other shapes alone stay nodes.
+Functions of JAX itself, such as `jax.numpy.where`, and those that are traced again for other shapes
+alone stay nodes.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from jedbatch._support.types import Leaf
 
 PROGRAMS = {"jit", "remat2"}  # operations that run a program, and do nothing else
 MAX_PROGRAMS = 4  # of a function that is not inlined
-INSTALLED = "site-packages", "dist-packages"  # folders of packages
+JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
 
 
 def record_inlined(
@@ -40,10 +41,10 @@ def record_inlined(
     program = params["jaxpr"]
     body, consts = (program, ()) if isinstance(program, Jaxpr) else (program.jaxpr, program.consts)
     function = body.debug_info.func_src_info
-    if function is None or any(folder in function for folder in INSTALLED):
+    if function is None or JAX_FOLDER in function:
         return None
     size = len(body.invars), len(body.eqns)
-    of = "inlined", primitive.name, function
+    of = "inlined", primitive.name, function, params.get("name")  # which wrappers may share
     if not recorder.registry.variants.are_many(of, size, MAX_PROGRAMS):
         return None
     with set_current_trace(recorder):

@@ -1,5 +1,6 @@
 """Functions of whole instances under `jax.jit` and `jax.checkpoint`, against the plain loop."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +50,11 @@ def types_of(plan):
 
 
 compiled = jax.jit(score)
-WRAPPED = {"checkpoint": jax.checkpoint(score), "jit": lambda p, tree: compiled(p, tree)}
+WRAPPED = {
+    "checkpoint": jax.checkpoint(score),
+    "jit": lambda p, tree: compiled(p, tree),
+    "Equinox": eqx.filter_jit(score),
+}
 
 
 @pytest.mark.parametrize("name", WRAPPED)
