@@ -22,6 +22,8 @@ VIEWS = names_in("broadcast_in_dim convert_element_type copy expand_dims reshape
 LOOK_UPS = names_in("slice dynamic_slice gather")
 SCATTERS = names_in("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
 DRAWS = names_in("random_bits random_split")
+# These compute values in padding, which may be too large, or zero.
+MAKE_MORE = CUMULATIVE_OPERATIONS | names_in("conv_general_dilated scan while cond pad concatenate")
 KEY_OPERATIONS = names_in("random_fold_in random_wrap random_unwrap")
 SOURCES = frozenset({"iota", "dim_as_value"})  # read nothing, and give what extents say
 

@@ -28,7 +28,7 @@ from jedbatch._jaxpr.versions import Atom
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._program.arenas import broadcast_flags, take
 from jedbatch._ragged.attention import AttentionPhase, attend, find_attention, pull_back
-from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
+from jedbatch._ragged.axis_rules import MAKE_MORE
 from jedbatch._ragged.instance_rows import (
     InstanceRows,
     find_members,
@@ -44,15 +44,6 @@ from jedbatch._ragged.tiling import TILE_ROWS, Axes, find_tiles
 from jedbatch._support.types import Array
 
 LANES = "jedbatch_lanes"  # the name of the axis of instances that run together
-# These compute values in padding, which may be too large, or zero.
-MAKE_MORE = CUMULATIVE_OPERATIONS | {
-    "conv_general_dilated",
-    "scan",
-    "while",
-    "cond",
-    "pad",
-    "concatenate",
-}
 
 
 @dataclass(frozen=True, eq=False)

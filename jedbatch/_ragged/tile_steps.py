@@ -9,7 +9,7 @@ A step over rows is row-wise (see `_ragged.axis_rules`) and runs once for each t
 reductions over the rows of a tile: rows of the last tile beyond the n-th are left out there, and
 nowhere else, since what they hold reaches nothing but such rows. Results of tiles are combined two
 by two. A step without rows runs once. Operations across rows that are no such reductions, such as
-a sort or a cumulative sum, have no steps.
+a sort or a cumulative sum, have no steps (see `_ragged.joined_tiles`).
 """
 
 import functools
@@ -191,14 +191,7 @@ class _StepFinder:
 
     def _note(self, v: Any) -> None:
         """Takes note of the type of a variable, or raises an error if it cannot be cut in tiles."""
-        extents = extents_of(v)
-        if len(extents) > 1:
-            shape = ", ".join(map(str, v.aval.shape))
-            raise CannotMergeError(f"a value of shape [{shape}], with two ragged axes")
-        if extents and symbols_in(extents[0]) != {str(extents[0])}:
-            raise CannotMergeError(f"an array of {extents[0]} rows, which is no length of an array")
-        if extents and is_key(v.aval.dtype):
-            raise CannotMergeError("an array of random keys is ragged")
+        refuse_uncut(v)
         self.types[v] = v.aval.shape, v.aval.dtype, v.aval.weak_type
 
     def place(self, eqn: Equation) -> None:
@@ -365,6 +358,18 @@ class _StepFinder:
             if cost > max(INLINED_WORK * of_tile, FEW_OPERATIONS):
                 return None
         return readers
+
+
+def refuse_uncut(v: Any) -> None:
+    """Raises `CannotMergeError` if a variable is an array that cannot be cut into tiles."""
+    extents = extents_of(v)
+    if len(extents) > 1:
+        shape = ", ".join(map(str, v.aval.shape))
+        raise CannotMergeError(f"a value of shape [{shape}], with two ragged axes")
+    if extents and symbols_in(extents[0]) != {str(extents[0])}:
+        raise CannotMergeError(f"an array of {extents[0]} rows, which is no length of an array")
+    if extents and is_key(v.aval.dtype):
+        raise CannotMergeError("an array of random keys is ragged")
 
 
 class _Name:

@@ -27,6 +27,7 @@ from jedbatch._ragged.tiled_graph import (
     BY_TILE,
     COMBINED,
     IF_NONE,
+    JOINED,
     ONCE,
     TileInput,
     TileTemplates,
@@ -83,7 +84,7 @@ class _Table:
       begin, count: int64[kinds], the rows of each.
       columns: of rows, int64[6, rows]: type, how often, symbol, results, arity, and whether the
         row reads which rows those of a tile are.
-      identity: of rows, the values of no tile.
+      identity: of rows, the values of no tile, results of nodes or what they read.
       read_begin, reads: the rows of (where it is found, position or step, result) that each reads.
       lengths: int64[kinds], how many extents the nodes read.
       returned_begin, returned: rows of the same for the results that a recorded node had.
@@ -111,12 +112,13 @@ class _Table:
                     own = [slots[s] for s in step.reads]
                     symbol = symbols[step.symbol] if step.symbol >= 0 else -1
                     kind = COMBINED if step.combines else ONCE if symbol < 0 else BY_TILE
+                    kind = JOINED if step.joins else kind
                     has_rows = step.reads_rows and not step.combines
                     own += [(ROWS, 0, 0), (ROWS, 1, 0)] if has_rows else []
                     reads += own
                     read_begin.append(len(reads))
                     columns.append((step.type, kind, symbol, step.writes, len(own), has_rows))
-                    self.identity.append(step.identity if step.combines else ())
+                    self.identity.append(step.identity)
                     slots += [(RESULT, k, r) for r in range(step.writes)]
                 returned += [slots[s] for s in node.returned]
                 lengths.append(len(node.lengths))
@@ -411,11 +413,11 @@ class _Maker:
             own.add_lengths(*entry)
         for position in range(*positions.first[node : node + 2].tolist()):
             if self.inputs.counts[position]:
-                own.add_of_step(
-                    self.regions.registry.node_types[positions.types[position]].results,
-                    int(positions.name[position]),
-                    table.identity[positions.row[position]],
-                )
+                step = self.regions.registry.node_types[positions.types[position]]
+                joins = positions.repeats[position] == JOINED
+                identity = table.identity[positions.row[position]]
+                kinds = (step.operands if joins else step.results)[-len(identity) :]
+                own.add_of_step(kinds, int(positions.name[position]), identity)
 
 
 class _InstanceInputs:
@@ -463,14 +465,14 @@ class _InstanceInputs:
         self._nonempty.update(((extent, numbers, name), None) for extent, name in node.nonempty)
 
     def add_of_step(
-        self, results: Sequence[ValueType], name: int, identity: Sequence[np.ndarray]
+        self, kinds: Sequence[ValueType], name: int, identity: Sequence[np.ndarray]
     ) -> None:
-        """Adds what stands for combined results of no tile; or else which rows tiles are."""
+        """Adds what stands for values of no tile, of these types; or else which rows tiles are."""
         symbol = self._symbols[name]
         if identity:
             self._added += [
                 TileInput(kind, IF_NONE, (symbol,), identity=x)
-                for kind, x in zip(results, identity, strict=True)
+                for kind, x in zip(kinds, identity, strict=True)
             ]
         else:
             leaf = 1 + len(self._arrays) + len(self._starts)

@@ -7,6 +7,7 @@ of one instance count as one as long as they are few: all instances may have the
 for each of six results of a function.
 """
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import numpy as np
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._ragged.axis_rules import CannotMergeError
+from jedbatch._ragged.joined_tiles import JoinedProgram, find_joined
 from jedbatch._ragged.tile_reductions import TileRows
 from jedbatch._ragged.tile_steps import Combination, StepProgram, TileStep, find_steps
 from jedbatch._record.registry import Registry
@@ -39,7 +41,8 @@ class StepOnTiles(NamedTuple):
       writes: how many slots it fills, behind all before.
       reads_rows: whether it reads which rows those of the tile are.
       combines: whether it combines the results of tiles.
-      identity: if so, the values of no tile.
+      joins: whether it reads all tiles of arrays, and gives all of its results.
+      identity: if it combines, the values of no tile; if it joins, what it reads of no tile.
     """
 
     type: int
@@ -48,6 +51,7 @@ class StepOnTiles(NamedTuple):
     writes: int
     reads_rows: bool
     combines: bool
+    joins: bool
     identity: tuple[np.ndarray, ...]
 
 
@@ -89,6 +93,18 @@ class RaggedNodeType(NamedTuple):
     symbols: tuple[str, ...]
 
 
+class Singles(NamedTuple):
+    """How many values without rows there are of a node that joins tiles.
+
+    Attributes:
+      operands: that it reads, ahead of tiles.
+      results: that it gives, ahead of tiles.
+    """
+
+    operands: int
+    results: int
+
+
 class TileTypes:
     """The types of nodes on tiles.
 
@@ -97,6 +113,7 @@ class TileTypes:
       rows: of a tile, T; 0 as long as there are no tiles.
       apart: why nodes of types in many programs have no tiles, if there are such.
       revision: how many types have been found to be in many programs.
+      singles: of each type of nodes that join tiles.
     """
 
     def __init__(self, registry: Registry):
@@ -104,6 +121,8 @@ class TileTypes:
         self.rows = 0
         self.apart: str | None = None
         self.revision = 0
+        self.singles: dict[int, Singles] = {}
+        self._joining: dict[int, Callable[[int], int]] = {}
         self._programs: dict[int, set[Hashable]] = {}
         self._together: dict[int, int] = {}  # most programs of one instance with a type
         self._many: set[int] = set()  # types in many programs
@@ -175,6 +194,10 @@ class TileTypes:
                 self._nodes[ragged.number] = f"{reason}{f' at {line}' if line else ''}"
         return self._nodes[ragged.number]
 
+    def joining(self, type_id: int, tiles: int) -> int:
+        """Returns the type of nodes that join so many tiles, given that of those of one."""
+        return self._joining[type_id](tiles)
+
     def of_tile(self, shape: Sequence[AxisSize]) -> tuple[int, ...]:
         """Returns the shape of a tile."""
         return tuple(self.rows if is_ragged((d,)) else d for d in shape)
@@ -183,7 +206,13 @@ class TileTypes:
         node_type = self.registry.node_types[ragged.id]
         num_shared = len(node_type.shared)
         closed = operation_of(node_type).jaxpr
-        program = find_steps(closed, num_shared, self.rows)
+        try:
+            program = find_steps(closed, num_shared, self.rows)
+        except CannotMergeError as error:
+            try:
+                return self._make_joined(ragged, find_joined(closed, num_shared))
+            except CannotMergeError:
+                raise error from None
         shared = dict(zip(program.invars[:num_shared], node_type.shared, strict=True))
         symbol = {name: k for k, name in enumerate(ragged.symbols)}
         slot = {v: k for k, v in enumerate(program.invars[num_shared:])}
@@ -224,6 +253,7 @@ class TileTypes:
                     len(call_spec.results),
                     reads_rows,
                     combines,
+                    False,
                     identity,
                 )
             )
@@ -240,6 +270,55 @@ class TileTypes:
             program.nonempty,
         )
 
+    def _make_joined(self, ragged: RaggedNodeType, program: JoinedProgram) -> NodeOnTiles:
+        """Returns a step that reads all tiles of arrays."""
+        registry = self.registry
+        node_type = registry.node_types[ragged.id]
+        operands = _by_rows(registry.kinds_of(node_type.operands), program.operands)
+        kinds, tiles = ([self._tile_type(kind) for _, kind in part] for part in operands)
+        kinds += registry.kinds_of([ROW_NUMBER])
+
+        @functools.cache
+        def joining(count: int) -> int:
+            name = f"{node_type.name}, {count} tile{'s' * (count != 1)}"
+            key = "joined tiles", self.rows, ragged.number, count
+            read = (*kinds, *[kind for kind in tiles for _ in range(max(count, 1))])
+            call = functools.partial(program.run, size=self.rows, tiles=count)
+            spec = registry.call_spec(name, key, call, node_type.shared, read, user_code=False)
+            registry.lines[spec.node_type] = registry.lines.get(ragged.id, "")
+            return spec.node_type
+
+        type_id = joining(1)
+        results = [k for part in _by_rows(program.results, program.results) for k, _ in part]
+        self.singles[type_id] = Singles(len(kinds), program.results.count(None))
+        self._joining[type_id] = joining
+        count = len(program.operands)
+        of_tiles = [registry.value_types[kind] for kind in tiles]
+        step = StepOnTiles(
+            type_id,
+            0,
+            (*[k for k, _ in operands[0]], count, *[k for k, _ in operands[1]]),
+            len(results),
+            False,
+            False,
+            True,
+            tuple([np.zeros(t.shape, t.dtype) for t in of_tiles]),
+        )
+        slot = {r: count + 1 + k for k, r in enumerate(results)}
+        return NodeOnTiles(
+            (step,),
+            ((program.extent, ROW_NUMBER),),
+            tuple([slot[r] for r in range(len(results))]),
+            ragged.symbols,
+            program.nonempty,
+        )
+
+    def _tile_type(self, kind: int) -> int:
+        """Returns the type of a tile of values of a type, or that type."""
+        value_type = self.registry.value_types[kind]
+        shape = self.of_tile(value_type.shape)
+        return self.registry.value_type(shape, value_type.dtype, value_type.weak)
+
     def _value_type(self, program: StepProgram, variable: Hashable) -> int:
         shape, dtype, weak = program.types[variable]
         return self.registry.value_type(self.of_tile(shape), dtype, weak)
@@ -249,6 +328,15 @@ def _padding(counts: np.ndarray, tile: int) -> float:
     """Returns how many rows of tiles there are beyond those that exist, as a fraction of these."""
     total = max(1, int(counts.sum()))
     return float((-(-counts // tile) * tile).sum() / total - 1)
+
+
+def _by_rows(
+    values: Iterable[Any], axes: Sequence[int | None]
+) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
+    """Returns (number, value) of the values without rows, and of those with rows."""
+    numbered = list(zip(enumerate(values), axes, strict=True))
+    without = [x for x, axis in numbered if axis is None]
+    return without, [x for x, axis in numbered if axis is not None]
 
 
 def _combining(step: Combination) -> Callable:

@@ -6,9 +6,11 @@ With `k` tiles of the rows of an array, a node of it becomes
     ONCE        1 node
     BY_TILE     k nodes, one for each tile
     COMBINED    k - 1 nodes, which combine the results of k tiles two by two
+    JOINED      1 node, which reads all k tiles of what it reads, and gives k of each result
 
-and so do inputs. Operands of node t of the second kind are linear functions of t, so that graphs
-are made of templates without running Python for every node.
+and so do inputs, once or by tile. Operands of node t of the second kind are linear functions of t,
+so that graphs are made of templates without running Python for every node. A node of the last kind
+has room for a few more tiles (see `_ragged.joined_tiles`).
 
 Letters: `M` nodes, `E` operands, `I` inputs, `O` outputs of templates, `S` symbols of instances,
 `B` instances; `N` nodes of the graph.
@@ -17,15 +19,18 @@ Letters: `M` nodes, `E` operands, `I` inputs, `O` outputs of templates, `S` symb
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers, ranges
-from jedbatch._graph.types import NodeType, ValueType
+from jedbatch._graph.types import ValueType
+from jedbatch._ragged.joined_tiles import tiles_joined
+from jedbatch._ragged.tile_types import TileTypes
 
-ONCE, BY_TILE, COMBINED, IF_NONE = range(4)
+ONCE, BY_TILE, COMBINED, JOINED, IF_NONE = range(5)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +82,11 @@ class TileTemplates:
       results: int64[M], of each node.
       arity: int64[M], of each node.
       operand: int64[E], what nodes read. Combined ones have their parts twice: those of the left
-        and those of the right.
+        and those of the right. Joined ones have values without rows first.
       inputs: of each instance, in order.
       input_kind, input_symbol: int64[I], of each input.
-      identity: int64[M], the first input in the place of a combined node where there is no tile.
+      identity: int64[M], where there is no tile, the first input in the place of a combined node,
+        or of what a joined one reads.
       outputs: int64[O].
       output_symbol: int64[O], whose tiles make up the result; -1 if it is one value.
       num_symbols: int64[B].
@@ -113,16 +119,43 @@ class TileTemplates:
         """Returns whose tiles make up the results of an instance."""
         return self.output_symbol[slice(*self.output_ptr[instance : instance + 2])].tolist()
 
-    def rows_by_tile(self, rows: Sequence[Sequence[int]]) -> list[int]:
-        """Returns the rows of all nodes on tiles of each instance, given those of its symbols."""
-        count = np.array([k for own in rows for k in own], np.int64)
-        owner = np.repeat(np.arange(len(self.inputs)), np.diff(self.node_ptr))
-        by_tile = np.flatnonzero(self.kind == BY_TILE)
-        owner = owner[by_tile]
-        symbol = self.symbol[by_tile] + pointers(self.num_symbols)[owner]
-        total = np.zeros(len(self.inputs), np.int64)
-        np.add.at(total, owner, count[symbol])
-        return total.tolist()
+    def of_symbols(self, values: Sequence[Sequence[int]]) -> np.ndarray:
+        """Returns int64[M], those of values of symbols that nodes have; 1 of nodes without one."""
+        flat = np.array([*(x for own in values for x in own), 1], np.int64)
+        base = np.repeat(pointers(self.num_symbols)[:-1], np.diff(self.node_ptr))
+        return flat[np.where(self.symbol < 0, -1, self.symbol + base)]
+
+    def rows_by_tile(
+        self, lengths: Sequence[Sequence[int]], tiles: Sequence[Sequence[int]], size: int
+    ) -> list[tuple[int, int]]:
+        """Returns (rows that exist, rows computed) of all nodes on tiles of each instance.
+
+        Args:
+          lengths: of the symbols of each instance.
+          tiles: of so many rows.
+          size: rows of a tile.
+        """
+        num_tiles = self.of_symbols(tiles)
+        num_tiles = np.where(self.kind == JOINED, _tiles_joined(num_tiles), num_tiles)
+        on_tiles = (self.kind == BY_TILE) | (self.kind == JOINED)
+        exist = pointers(np.where(on_tiles, self.of_symbols(lengths), 0))[self.node_ptr]
+        computed = pointers(np.where(on_tiles, num_tiles * size, 0))[self.node_ptr]
+        return list(zip(np.diff(exist).tolist(), np.diff(computed).tolist(), strict=True))
+
+    def joined(self, tiles: Sequence[Sequence[int]], types: TileTypes) -> "JoinedNodes":
+        """Returns the nodes that join tiles, given the tiles of the symbols of each instance."""
+        (nodes,) = np.nonzero(self.kind == JOINED)
+        counts = _tiles_joined(self.of_symbols(tiles)[nodes])
+        node_type, singles = self.node_type.copy(), np.zeros((2, len(self.kind)), np.int64)
+        pairs = np.stack([self.node_type[nodes], counts], axis=1)
+        distinct, which = np.unique(pairs, axis=0, return_inverse=True)
+        for k, (type_id, count) in enumerate(distinct.tolist()):
+            own = nodes[which.ravel() == k]
+            node_type[own] = types.joining(type_id, count)
+            singles[:, own] = np.array(types.singles[type_id])[:, None]
+        room = np.ones(len(self.kind), np.int64)
+        room[nodes] = np.maximum(counts, 1)
+        return JoinedNodes(node_type, room, *singles)
 
     @staticmethod
     def select(parts: Sequence[tuple["TileTemplates", int]]) -> "TileTemplates":
@@ -155,8 +188,29 @@ class TileTemplates:
         )
 
 
+class JoinedNodes(NamedTuple):
+    """How nodes of templates join tiles.
+
+    Attributes:
+      node_type: int32[M], the types of nodes, of those that join tiles for so many.
+      room: int64[M], how many tiles they read of each array; 1 of other nodes.
+      single_operands, single_results: int64[M], how many values there are ahead of tiles; 0 of
+        other nodes.
+    """
+
+    node_type: np.ndarray
+    room: np.ndarray
+    single_operands: np.ndarray
+    single_results: np.ndarray
+
+
+@np.vectorize(otypes=[np.int64])
+def _tiles_joined(count: int) -> int:
+    return tiles_joined(count)
+
+
 def repeat_nodes(
-    types: tuple[NodeType, ...],
+    tile_types: TileTypes,
     templates: TileTemplates,
     tiles: Sequence[Sequence[int]],
     num_arrays: Sequence[int],
@@ -164,11 +218,12 @@ def repeat_nodes(
     """Returns the graph of instances.
 
     Args:
-      types: of nodes.
+      tile_types: of nodes.
       templates: of the instances.
       tiles: how many tiles there are, for each symbol of each instance.
       num_arrays: arrays of each instance, behind which those of tiles are.
     """
+    joined = templates.joined(tiles, tile_types)
     node_ptr, input_ptr, output_ptr = templates.node_ptr, templates.input_ptr, templates.output_ptr
     nodes, outputs_of = np.diff(node_ptr), np.diff(output_ptr)
     values = pointers(templates.results)[node_ptr[:-1]]
@@ -190,13 +245,17 @@ def repeat_nodes(
 
     # Nodes, and their results.
     kind, results = templates.kind, templates.results
-    num_tiles = count_of[of_symbols(templates.symbol, nodes)]
+    num_tiles = templates.of_symbols(tiles)
     counts = np.where(kind == COMBINED, np.maximum(num_tiles - 1, 0), num_tiles)
-    node_begin, value_begin = pointers(counts), pointers(counts * results)
+    counts = np.where(kind == JOINED, 1, counts)
+    width = results + (results - joined.single_results) * (joined.room - 1)  # values of a node
+    node_begin, value_begin = pointers(counts), pointers(counts * width)
     maker = np.repeat(np.arange(len(kind)), results)
     result = ranges(np.zeros(len(kind), np.int64), results)
-    base = value_begin[maker] + result
+    tiled = np.maximum(result - joined.single_results[maker], 0)  # results that are tiles, before
+    base = value_begin[maker] + result + tiled * (joined.room - 1)[maker]
     step = np.where(kind == BY_TILE, results, 0)[maker]
+    step = np.where((kind == JOINED)[maker] & (result >= joined.single_results[maker]), 1, step)
 
     def located(references: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns where the values of references begin, and how far apart they are."""
@@ -226,12 +285,22 @@ def repeat_nodes(
 
     node = np.repeat(np.arange(len(kind)), counts)
     place = np.arange(len(node)) - node_begin[node]
-    arities = arity[node]
-    entry = ranges(operand_begin[node], arities)
+    arities = (arity + (arity - joined.single_operands) * (joined.room - 1))[node]
+    nth = np.repeat(place, arities)
+    if (kind == JOINED).any():
+        entry, nth_tile = _joined_entries(templates, joined, num_tiles, node, arities)
+        nth += nth_tile
+        entry += np.repeat(operand_begin[node], arities)
+    else:
+        entry = ranges(operand_begin[node], arities)
     bases, steps = located(operand)
     reader = np.repeat(np.arange(len(kind)), arity)
-    nth = np.repeat(place, arities)
     read = bases[entry] + nth * steps[entry]
+    of_no_tile = _read_of_no_tile(templates, joined, num_tiles)
+    if of_no_tile is not None:
+        own = np.flatnonzero(of_no_tile[entry] >= 0)
+        of_input = of_no_tile[entry[own]] + np.repeat(inputs, nodes)[reader[entry[own]]]
+        read[own] = -1 - input_begin[of_input]
     combining = kind[reader] == COMBINED
     if combining.any():
         position = np.arange(len(reader)) - operand_begin[reader]
@@ -251,14 +320,14 @@ def repeat_nodes(
     nth = ranges(np.zeros(len(outputs), np.int64), output_count)
 
     chunks = []
-    for own, own_tiles, arrays in zip(templates.inputs, tiles, num_arrays, strict=True):
-        for x in own:
+    for of_instance, own_tiles, arrays in zip(templates.inputs, tiles, num_arrays, strict=True):
+        for x in of_instance:
             rows = x.rows(own_tiles, arrays) if isinstance(x, TileInput) else x
             if rows is not None:
                 chunks.append(rows)
     return Graph(
-        types,
-        templates.node_type[node],
+        tile_types.registry.types,
+        joined.node_type[node],
         pointers(arities),
         read.astype(np.int32),
         tuple(chunks),
@@ -267,3 +336,48 @@ def repeat_nodes(
         input_begin[input_ptr],
         pointers(output_count)[output_ptr],
     )
+
+
+def _joined_entries(
+    templates: TileTemplates,
+    joined: JoinedNodes,
+    num_tiles: np.ndarray,
+    node: np.ndarray,
+    arities: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (which operand of its template, which tile of it) each operand of nodes is.
+
+    Args:
+      templates: of nodes.
+      joined: how some join tiles.
+      num_tiles: int64[M], tiles that there are.
+      node: int64[N], the node of the templates that each node is.
+      arities: int64[N], the operands of each.
+    """
+    reader = np.repeat(node, arities)
+    position = ranges(np.zeros(len(node), np.int64), arities)
+    behind = position - joined.single_operands[reader]
+    is_tile = (templates.kind[reader] == JOINED) & (behind >= 0)
+    array, tile = np.divmod(behind, joined.room[reader])
+    last = np.maximum(num_tiles[reader] - 1, 0)  # which is read again
+    entry = np.where(is_tile, joined.single_operands[reader] + array, position)
+    return entry, np.where(is_tile, np.minimum(tile, last), 0)
+
+
+def _read_of_no_tile(
+    templates: TileTemplates, joined: JoinedNodes, num_tiles: np.ndarray
+) -> np.ndarray | None:
+    """Returns int64[E], the inputs of instances that joined nodes read where there is no tile.
+
+    -1 of other operands; None if there are none.
+    """
+    (nodes,) = np.nonzero((templates.kind == JOINED) & (num_tiles == 0) & (templates.identity >= 0))
+    if not len(nodes):
+        return None
+    begin = pointers(templates.arity)
+    nothing = np.full(len(templates.operand), -1, np.int64)
+    singles = joined.single_operands[nodes]
+    arrays = templates.arity[nodes] - singles
+    own = ranges(begin[nodes] + singles, arrays)
+    nothing[own] = ranges(templates.identity[nodes], arrays)
+    return nothing

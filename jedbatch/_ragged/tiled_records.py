@@ -113,11 +113,8 @@ class Expansion:
         tiles = [[-(-n // size) for n in lengths] for _, lengths in new]
         templates = TileTemplates.select([(record.templates, record.index) for record, _ in new])
         num_arrays = [record.num_arrays for record, _ in new]
-        types = self.regions.registry.types
-        whole = repeat_nodes(types, templates, tiles, num_arrays)
-        exist = templates.rows_by_tile([lengths for _, lengths in new])
-        computed = templates.rows_by_tile([[k * size for k in counts] for counts in tiles])
-        rows = list(zip(exist, computed, strict=True))
+        whole = repeat_nodes(self.regions.tiles, templates, tiles, num_arrays)
+        rows = templates.rows_by_tile([lengths for _, lengths in new], tiles, size)
         records = []
         for k, ((record, lengths), counts) in enumerate(zip(new, tiles, strict=True)):
             symbols = templates.output_symbols(k)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.helpers import assert_close, assert_no_recompile, check, mostly_slow, random_tree
+from cases.trees_of_rows import SITES, compiles_nothing_late, on_tiles, prune, trees, weights
 
 import jedbatch
 from jedbatch import testing
@@ -17,64 +18,6 @@ from jedbatch._ragged.tiled_arrays import added_arrays
 from jedbatch.errors import GroupedByShapesWarning
 
 pytestmark = pytest.mark.unoptimized
-
-SITES = [1, 5, 8, 16, 17, 30]  # tiles have 8 rows here
-
-
-def weights():
-    rng = np.random.default_rng(0)
-    shapes = {"w": (4, 4), "v": (4,), "table": (5, 4)}
-    return {k: jnp.asarray(rng.normal(size=s) / 2, jnp.float32) for k, s in shapes.items()}
-
-
-@jedbatch.cell
-def merge(params, left, right, time):
-    mixing = jax.nn.softmax(params["w"] * time)
-    return jnp.tanh(left @ mixing) * (right @ params["w"]) + time
-
-
-def prune(params, tree):
-    """States [sites, 4] of the root of a tree."""
-    if not isinstance(tree, tuple):
-        return tree
-    left, right, time = tree
-    return merge(params, prune(params, left), prune(params, right), time)
-
-
-def grown(rng, size, sites, width=4):
-    """A tree of arrays [sites, width], and of a number at every inner node."""
-    pairs = random_tree(rng, size, lambda: rng.normal(size=(sites, width)).astype(np.float32))
-
-    def timed(pair):
-        return pair if not isinstance(pair, tuple) else (*map(timed, pair), float(rng.random()))
-
-    return timed(pairs)
-
-
-def trees(seed, count=8, sites=SITES, least=2, most=7):
-    rng = np.random.default_rng(seed)
-    sizes = [(int(rng.integers(least, most)), int(rng.choice(sites))) for _ in range(count)]
-    return [grown(rng, *size) for size in sizes]
-
-
-def on_tiles(batched, instances, params=None):
-    """The plan, which runs nothing before the graph."""
-    plan = batched.plan(weights() if params is None else params, instances)
-    assert plan.host.apart is None, plan.host.apart
-    assert plan.host.untiled is None, plan.host.untiled
-    assert plan.host.tiled is not None
-    assert plan.host.ragged_calls is None
-    return plan
-
-
-def compiles_nothing_late(batched, made):
-    """After a few minibatches `made(seed, most=7)`, others, somewhat smaller, compile nothing."""
-    for seed in (11, 12, 13):
-        batched(weights(), made(seed, most=7))
-    before = batched.compilations
-    for seed in (14, 15):
-        batched(weights(), made(seed, most=6))
-    assert batched.compilations == before
 
 
 def gradient(fn, instances):

@@ -1,0 +1,161 @@
+"""The program of a node as one node that reads all tiles of its arrays.
+
+A loop along the rows of an array, attention among them or a sort takes all rows together, so that
+it has no steps on tiles (see `_ragged.tile_steps`). A node that does so reads the tiles of its
+arrays side by side, as arrays that are padded, and gives tiles of its results:
+
+    x0 x1 x2 [T, 4], n  →  x [3T, 4], of which n rows exist  →  y [3T, 4]  →  y0 y1 y2 [T, 4]
+
+It has as many operands as there are tiles, so there is a type for each of a few numbers of tiles.
+Where there are fewer, the last one is read again. Rows of results beyond the n-th repeat that one,
+as those of the arrays of an instance do.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Var
+
+from jedbatch._jaxpr.interpret import run_equations, used_variables, value_of
+from jedbatch._jaxpr.symbolic_dims import ragged_axes, symbols_in
+from jedbatch._jaxpr.versions import ClosedProgram
+from jedbatch._ragged.axis_rules import MAKE_MORE, CannotMergeError, mixed_axes
+from jedbatch._ragged.needed_rows import nonempty_extents
+from jedbatch._ragged.padded_rules import Padded
+from jedbatch._ragged.phases import extents_of, flattened
+from jedbatch._ragged.singular import positioned
+from jedbatch._ragged.softmax import NO_MASKS, SoftmaxMasks, find_softmax_masks
+from jedbatch._ragged.tile_steps import refuse_uncut
+from jedbatch._support.types import Array, AxisSize
+
+
+def tiles_joined(count: int) -> int:
+    """Returns how many tiles a node reads of an array that has some: 0, or 2ᵏ, or 3 · 2ᵏ."""
+    if count < 3:
+        return count
+    power = 1 << (count - 1).bit_length()
+    return power * 3 // 4 if count <= power * 3 // 4 else power
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedProgram:
+    """The program of a node that reads all tiles of its arrays.
+
+    Attributes:
+      closed: the program. Its first arguments are shared.
+      extent: of all ragged axes of what it reads and gives.
+      operands: for each operand the axis of its rows; None if it has none.
+      results: the same for each result.
+      nonempty: extents that must not be 0, each with the operation that says so.
+      makes_more: whether it computes values in padding which may be too large, or zero.
+      masks: see `_ragged.softmax`.
+      positioned: see `_ragged.singular`.
+    """
+
+    closed: ClosedProgram
+    extent: AxisSize
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    nonempty: tuple[tuple[AxisSize, str], ...]
+    makes_more: bool
+    masks: SoftmaxMasks
+    positioned: frozenset[int]
+
+    def run(
+        self, shared: Sequence[Array], operands: Sequence[Array], size: int, tiles: int
+    ) -> tuple[Array, ...]:
+        """Returns the results for arrays of at most so many tiles; of none, if `tiles` is 0.
+
+        Args:
+          shared: what all instances share.
+          operands: those without rows, the number of rows, and the tiles of each of the others.
+          size: rows of a tile.
+          tiles: how many are read of an array, one at least.
+
+        Returns:
+          Those without rows, and the tiles of each of the others.
+        """
+        count = max(tiles, 1)
+        singles = operands[: self.operands.count(None)]
+        length, joined = operands[len(singles)], list(operands[len(singles) + 1 :])
+        guarded = self.makes_more or not tiles
+        padded = Padded(
+            {str(self.extent): count * size},
+            {str(self.extent): length},
+            guarded,
+            masks=NO_MASKS if guarded else self.masks,
+            positioned=self.positioned,
+        )
+        jaxpr = self.closed.jaxpr
+        env: dict[Any, Array] = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
+        env.update(zip(jaxpr.invars, shared, strict=False))
+        without_rows = iter(singles)
+        own = jaxpr.invars[len(jaxpr.invars) - len(self.operands) :]
+        for v, axis in zip(own, self.operands, strict=True):
+            if axis is None:
+                env[v] = next(without_rows)
+            else:
+                env[v] = jnp.concatenate(joined[:count], axis)
+                del joined[:count]
+            env[v] = padded.with_padding(v, env[v])
+        run_equations(jaxpr.eqns, env, padded.run)
+        values = [value_of(v, env) for v in jaxpr.outvars]
+        pairs = list(zip(values, self.results, strict=True))
+        results = [x for x, axis in pairs if axis is None]
+        for x, axis in pairs:
+            if axis is not None:
+                rows = _repeating(x, length, axis)
+                ends = range(0, (count + 1) * size, size)
+                results += [lax.slice_in_dim(rows, *e, axis=axis) for e in itertools.pairwise(ends)]
+        return tuple(results)
+
+
+def _repeating(x: Array, count: Array, axis: int) -> Array:
+    """Returns an array whose rows beyond the last of so many repeat it."""
+    last = lax.dynamic_index_in_dim(x, jnp.maximum(count - 1, 0), axis)
+    exists = lax.iota(jnp.int32, x.shape[axis]) < count
+    return jnp.where(lax.expand_dims(exists, [a for a in range(x.ndim) if a != axis]), x, last)
+
+
+def find_joined(closed: ClosedProgram, num_shared: int) -> JoinedProgram:
+    """Returns a program of symbolic shapes as one that reads all tiles of its arrays.
+
+    Args:
+      closed: the program.
+      num_shared: how many of its first arguments all instances share.
+
+    Raises:
+      CannotMergeError: it cannot run on arrays that are padded, or has several lengths.
+    """
+    closed = flattened(closed)
+    used = used_variables(closed.jaxpr)
+    equations = [eqn for eqn in closed.jaxpr.eqns if used.intersection(eqn.outvars)]
+    for eqn in equations:
+        mixed_axes(eqn)  # complains of what is not known
+    own, returned = closed.jaxpr.invars[num_shared:], closed.jaxpr.outvars
+    for v in (*own, *returned):
+        refuse_uncut(v)
+    extents = dict.fromkeys(e for v in (*own, *returned) for e in extents_of(v))
+    if len(extents) != 1 or len(symbols_in(closed)) > 1:
+        raise CannotMergeError("rows are taken together of arrays of different lengths")
+    (extent,) = extents
+    return JoinedProgram(
+        closed.replace(jaxpr=closed.jaxpr.replace(eqns=equations)),
+        extent,
+        tuple(_axis(v) for v in own),
+        tuple(_axis(v) for v in returned),
+        tuple(nonempty_extents(equations)),
+        any(eqn.primitive.name in MAKE_MORE for eqn in equations),
+        find_softmax_masks(equations, [v for v in returned if isinstance(v, Var)]),
+        positioned(equations),
+    )
+
+
+def _axis(v: Any) -> int | None:
+    """Returns the axis of the rows of a variable; None if it has none."""
+    axes = ragged_axes(v.aval.shape)
+    return axes[0] if axes else None

@@ -1,0 +1,218 @@
+"""Operations that take all rows of a state together, in trees of arrays of any length."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, check, mostly_slow, random_tree
+from cases.trees_of_rows import compiles_nothing_late, on_tiles, prune, trees, weights
+
+import jedbatch
+from jedbatch import testing
+from jedbatch._ragged.joined_tiles import tiles_joined
+
+pytestmark = pytest.mark.unoptimized
+
+
+def attention(params, x):
+    scores = (x @ params["w"]) @ x.T / 2
+    return jax.nn.softmax(scores, axis=-1) @ x
+
+
+def recurrent(params, x, reverse=False):
+    """(states of a recurrent network along the rows, the last one)."""
+
+    def step(h, row):
+        h = jnp.tanh(row @ params["w"] + h)
+        return h, h
+
+    last, states = jax.lax.scan(step, params["v"], x, reverse=reverse)
+    return states, last
+
+
+def both(rows, last):
+    return rows + last[None]
+
+
+def distances(_, x):
+    return jnp.sqrt(1e-3 + jnp.square(x[:, None] - x[None]).sum(-1)) @ x / x.shape[0]
+
+
+def smoothed(params, x):
+    """Rows mixed with those before, by a loop to the length; windows; neighbours around."""
+
+    def step(i, x):
+        return x.at[i].set(0.5 * x[i] + 0.5 * x[i - 1])
+
+    x = jax.lax.fori_loop(1, x.shape[0], step, x)
+    return x + jnp.roll(x, 1, axis=0) * params["v"][None]
+
+
+ROWS = {
+    "cumsum": lambda _, x: jnp.cumsum(x, axis=0),
+    "sort": lambda _, x: jnp.sort(x, axis=0),
+    "flip": lambda p, x: x[::-1] * p["v"][None],
+    "attention": attention,
+    "scan": lambda p, x: recurrent(p, x)[0],
+    "reverse scan": lambda p, x: both(*recurrent(p, x, reverse=True)),
+    "loop": smoothed,
+    "distances": distances,
+    "transposed": lambda p, x: jnp.cumsum(p["w"] @ x.T, axis=1).T,
+}
+
+
+def recursive(mix):
+    """A function of a tree whose nodes mix the rows of what they make of their children."""
+
+    @jedbatch.cell
+    def node(params, left, right, time):
+        return mix(params, jnp.tanh(left * time + right @ params["w"]))
+
+    def states(params, tree):
+        if not isinstance(tree, tuple):
+            return tree
+        left, right, time = tree
+        return node(params, states(params, left), states(params, right), time)
+
+    return states
+
+
+@pytest.mark.parametrize("name", mostly_slow(ROWS, "attention", "reverse scan"))
+def test_cells_take_all_rows_together(name):
+    states = recursive(ROWS[name])
+    fn = lambda params, tree: jnp.sin(states(params, tree)).sum(0)  # noqa: E731
+    batched = check(fn, weights(), trees(0), rtol=3e-4)
+    testing.assert_merged(on_tiles(batched, trees(0)))
+    compiles_nothing_late(batched, trees)
+
+
+PLAIN = {
+    "cumsum": lambda p, tree: jnp.cumsum(prune(p, tree), axis=0)[:, 0].sum(),
+    "attention": lambda p, tree: attention(p, prune(p, tree)).sum(0),
+    "scan": lambda p, tree: recurrent(p, prune(p, tree))[1],
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow(PLAIN, "cumsum"))
+def test_functions_take_all_rows_of_cells_together(name):
+    batched = check(PLAIN[name], weights(), trees(1), rtol=3e-4)
+    testing.assert_merged(on_tiles(batched, trees(1)))
+    compiles_nothing_late(batched, trees)
+
+
+def test_results_with_rows_and_without_are_returned():
+    """Lengths of more tiles than any before are types of their own; all others are known."""
+    states = recursive(attention)
+
+    @jedbatch.cell
+    def ends(params, x):
+        rows, last = recurrent(params, x)
+        return last, rows, rows.T, x.max(0)
+
+    def fn(params, tree):
+        return ends(params, states(params, tree))
+
+    batched = jedbatch.batch(fn, out_axes=None)
+    for seed, sites in ((0, [3, 9, 17]), (1, [40]), (2, [1, 33])):
+        instances = trees(seed, sites=sites)
+        expected = [fn(weights(), tree) for tree in instances]
+        assert_close(batched(weights(), instances), expected, 1e-4)
+    graph = on_tiles(batched, trees(2, sites=[33, 8])).graph
+    names = {graph.types[t].name for t in graph.node_type.tolist()}
+    assert {"ends, 1 tile", "ends, 6 tiles"} < names
+
+
+def test_no_rows():
+    """Of no rows a sum is 0, and the state of a recurrence the first one."""
+
+    def node(params, left, right, time):
+        rows, last = recurrent(params, jnp.tanh(left + right @ params["w"]))
+        return rows * last[None] * time + rows / (1 + jnp.cumsum(jnp.abs(rows), axis=0))
+
+    states = functools.partial(_visited, jedbatch.cell(node))
+
+    @jedbatch.cell
+    def ends(params, x):
+        rows, last = recurrent(params, x)
+        return last + rows.sum(0)
+
+    instances = trees(2, sites=[0, 3, 9])
+    assert 0 in {len(jax.tree.leaves(tree)[0]) for tree in instances}
+    batched = check(lambda p, tree: ends(p, states(p, tree)), weights(), instances, rtol=3e-4)
+    on_tiles(batched, instances)
+    largest = jedbatch.cell(lambda params, x: recurrent(params, x)[0].max(0))
+    with pytest.raises(ValueError, match=r"instance \d .* length 0, f32\[0,\d\], .* maximum of"):
+        jedbatch.batch(lambda p, tree: largest(p, states(p, tree)))(weights(), instances)
+
+
+def _visited(node, params, tree):
+    if not isinstance(tree, tuple):
+        return tree
+    left, right, time = tree
+    return node(params, _visited(node, params, left), _visited(node, params, right), time)
+
+
+@pytest.mark.slow
+def test_padding_reaches_no_derivative():
+    """Where zeros were in the place of rows that are none, the gradient would be no number."""
+
+    def node(params, x):
+        x = jnp.cumsum(jnp.exp(x), axis=0)
+        return jnp.log(x) + 1 / x + jnp.sqrt(recurrent(params, x)[0] + 1)
+
+    states = recursive(node)
+    fn = lambda params, tree: jnp.log(1.5 + jnp.tanh(states(params, tree))).sum()  # noqa: E731
+    check(fn, weights(), trees(3, sites=[1, 3, 9, 13]), rtol=3e-4)
+
+
+@pytest.mark.slow
+def test_nan_stays_in_its_instance():
+    states = recursive(attention)
+    batched = jedbatch.batch(lambda params, tree: states(params, tree).sum())
+    instances = trees(4)
+    good = batched(weights(), instances)
+    jax.tree.leaves(instances[3])[0][-1] = np.nan
+    bad = batched(weights(), instances)
+    assert np.isnan(bad[3])
+    others = np.arange(8) != 3
+    assert_close(bad[others], good[others], 0)
+
+
+def test_rows_of_several_lengths_are_not_taken_together():
+    """They run as before, a program for each tree, which the plan says."""
+
+    @jedbatch.cell
+    def meet(params, x, y):
+        return jax.nn.softmax(x @ y.T) @ y, y @ params["w"]
+
+    def fn(params, tree):
+        def visit(tree):
+            if not isinstance(tree[0], tuple):
+                return tree
+            (x, y), (u, v) = visit(tree[0]), visit(tree[1])
+            return meet(params, x + u, y - v)
+
+        x, y = visit(tree)
+        return x.sum(0) + y.sum(0)
+
+    rng = np.random.default_rng(0)
+    instances = []
+    for n, m in ((1, 2), (2, 3), (3, 1), (4, 2), (2, 5), (3, 4)):
+        pair = lambda n=n, m=m: (rng.normal(size=(n, 4)), rng.normal(size=(m, 4)))  # noqa: E731
+        leaf = lambda pair=pair: tuple(np.float32(x) for x in pair())  # noqa: E731
+        instances.append(random_tree(rng, 2 + len(instances), leaf))
+    batched = jedbatch.batch(fn)
+    expected = jnp.stack([fn(weights(), tree) for tree in instances])
+    assert_close(batched(weights(), instances), expected, 1e-4)
+    plan = batched.plan(weights(), instances)
+    assert plan.host.tiled is None
+    assert "with two ragged axes" in plan.host.untiled
+
+
+def test_few_numbers_of_tiles_have_a_type():
+    counts = [tiles_joined(k) for k in range(200)]
+    assert counts[:14] == [0, 1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
+    assert all(k <= n <= max(k, 1.5 * k - 1.5) for k, n in enumerate(counts))
+    assert len(set(counts)) == 17
