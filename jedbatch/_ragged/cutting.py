@@ -18,9 +18,9 @@ from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers
 from jedbatch._graph.prune import without_unread
 from jedbatch._graph.record import Record
-from jedbatch._graph.types import operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
+from jedbatch._ragged.joined_nodes import run_members, with_joined_nodes
 from jedbatch._ragged.padded_loops import loops_to_lengths
 from jedbatch._ragged.regions import Call, RaggedRecord, Regions, Subgraph
 from jedbatch._ragged.renaming import Renaming
@@ -43,6 +43,7 @@ def cut_graphs(
       leaf_of: for each, the arrays whose length each symbol is; None if it has no symbols.
       turn_to: called with the number of the instance at hand.
     """
+    records = with_joined_nodes(regions, records)
     if None not in leaf_of:
         whole = _uncut(regions, without_unread(records[0].whole))
         if whole is not None:
@@ -348,15 +349,7 @@ class Cut:
                 values = dict(zip(shared, shared_values, strict=True))
                 read = dict(zip(moving, operand_values, strict=True))
                 read.update((k, x.item() if kinds[k].weak else x) for k, x in constants.items())
-                results_made: list[list[Any]] = []
-                for node_type, (_, refs) in zip(node_types, subgraph.nodes, strict=True):
-                    args = [values[s] for s in node_type.shared]
-                    args += [
-                        read[r] if isinstance(r, int) else results_made[r[0]][r[1]] for r in refs
-                    ]
-                    operation = operation_of(node_type)
-                    closed = operation.jaxpr
-                    results_made.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+                results_made = run_members(node_types, subgraph.nodes, values, read)
                 results = [
                     read[r] if isinstance(r, int) else results_made[r[0]][r[1]]
                     for r in subgraph.returned

@@ -14,7 +14,7 @@ as those of the arrays of an instance do.
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
@@ -34,11 +34,23 @@ from jedbatch._support.types import Array, AxisSize
 
 
 def tiles_joined(count: int) -> int:
-    """Returns how many tiles a node reads of an array that has some: 0, or 2ᵏ, or 3 · 2ᵏ."""
+    """Returns how many tiles a node reads of arrays that have at most so many: 2ᵏ, or 3 · 2ᵏ."""
     if count < 3:
-        return count
+        return max(count, 1)
     power = 1 << (count - 1).bit_length()
     return power * 3 // 4 if count <= power * 3 // 4 else power
+
+
+class Rows(NamedTuple):
+    """The rows of an array.
+
+    Attributes:
+      axis: along which they are.
+      symbol: how many there are.
+    """
+
+    axis: int
+    symbol: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +59,8 @@ class JoinedProgram:
 
     Attributes:
       closed: the program. Its first arguments are shared.
-      extent: of all ragged axes of what it reads and gives.
-      operands: for each operand the axis of its rows; None if it has none.
+      extents: of the rows of what it reads and gives, by symbol.
+      operands: for each operand its rows; None if it has none.
       results: the same for each result.
       nonempty: extents that must not be 0, each with the operation that says so.
       makes_more: whether it computes values in padding which may be too large, or zero.
@@ -57,35 +69,41 @@ class JoinedProgram:
     """
 
     closed: ClosedProgram
-    extent: AxisSize
-    operands: tuple[int | None, ...]
-    results: tuple[int | None, ...]
+    extents: dict[str, AxisSize]
+    operands: tuple[Rows | None, ...]
+    results: tuple[Rows | None, ...]
     nonempty: tuple[tuple[AxisSize, str], ...]
     makes_more: bool
     masks: SoftmaxMasks
     positioned: frozenset[int]
 
     def run(
-        self, shared: Sequence[Array], operands: Sequence[Array], size: int, tiles: int
+        self,
+        shared: Sequence[Array],
+        operands: Sequence[Array],
+        size: int,
+        tiles: int,
+        guarded: bool,
     ) -> tuple[Array, ...]:
-        """Returns the results for arrays of at most so many tiles; of none, if `tiles` is 0.
+        """Returns the results for arrays of at most so many tiles.
 
         Args:
           shared: what all instances share.
-          operands: those without rows, the number of rows, and the tiles of each of the others.
+          operands: those without rows, the lengths of the others, and the tiles of each of these.
           size: rows of a tile.
-          tiles: how many are read of an array, one at least.
+          tiles: how many are read of each array.
+          guarded: whether a length may be 0.
 
         Returns:
           Those without rows, and the tiles of each of the others.
         """
-        count = max(tiles, 1)
-        singles = operands[: self.operands.count(None)]
-        length, joined = operands[len(singles)], list(operands[len(singles) + 1 :])
-        guarded = self.makes_more or not tiles
+        count = self.operands.count(None)
+        singles, joined = operands[:count], list(operands[count + len(self.extents) :])
+        lengths = dict(zip(self.extents, operands[count:], strict=False))
+        guarded = guarded or self.makes_more
         padded = Padded(
-            {str(self.extent): count * size},
-            {str(self.extent): length},
+            dict.fromkeys(lengths, tiles * size),
+            lengths,
             guarded,
             masks=NO_MASKS if guarded else self.masks,
             positioned=self.positioned,
@@ -95,22 +113,22 @@ class JoinedProgram:
         env.update(zip(jaxpr.invars, shared, strict=False))
         without_rows = iter(singles)
         own = jaxpr.invars[len(jaxpr.invars) - len(self.operands) :]
-        for v, axis in zip(own, self.operands, strict=True):
-            if axis is None:
+        for v, rows in zip(own, self.operands, strict=True):
+            if rows is None:
                 env[v] = next(without_rows)
             else:
-                env[v] = jnp.concatenate(joined[:count], axis)
-                del joined[:count]
+                env[v] = jnp.concatenate(joined[:tiles], rows.axis)
+                del joined[:tiles]
             env[v] = padded.with_padding(v, env[v])
         run_equations(jaxpr.eqns, env, padded.run)
         values = [value_of(v, env) for v in jaxpr.outvars]
         pairs = list(zip(values, self.results, strict=True))
-        results = [x for x, axis in pairs if axis is None]
-        for x, axis in pairs:
-            if axis is not None:
-                rows = _repeating(x, length, axis)
-                ends = range(0, (count + 1) * size, size)
-                results += [lax.slice_in_dim(rows, *e, axis=axis) for e in itertools.pairwise(ends)]
+        results = [x for x, rows in pairs if rows is None]
+        for x, rows in pairs:
+            if rows is not None:
+                x = _repeating(x, lengths[rows.symbol], rows.axis)
+                ends = itertools.pairwise(range(0, (tiles + 1) * size, size))
+                results += [lax.slice_in_dim(x, *part, axis=rows.axis) for part in ends]
         return tuple(results)
 
 
@@ -129,7 +147,7 @@ def find_joined(closed: ClosedProgram, num_shared: int) -> JoinedProgram:
       num_shared: how many of its first arguments all instances share.
 
     Raises:
-      CannotMergeError: it cannot run on arrays that are padded, or has several lengths.
+      CannotMergeError: it cannot run on arrays that are padded.
     """
     closed = flattened(closed)
     used = used_variables(closed.jaxpr)
@@ -139,15 +157,14 @@ def find_joined(closed: ClosedProgram, num_shared: int) -> JoinedProgram:
     own, returned = closed.jaxpr.invars[num_shared:], closed.jaxpr.outvars
     for v in (*own, *returned):
         refuse_uncut(v)
-    extents = dict.fromkeys(e for v in (*own, *returned) for e in extents_of(v))
-    if len(extents) != 1 or len(symbols_in(closed)) > 1:
-        raise CannotMergeError("rows are taken together of arrays of different lengths")
-    (extent,) = extents
+    extents = {str(e): e for v in (*own, *returned) for e in extents_of(v)}
+    if set(extents) != symbols_in(closed):
+        raise CannotMergeError("rows of arrays that are not there are taken together")
     return JoinedProgram(
         closed.replace(jaxpr=closed.jaxpr.replace(eqns=equations)),
-        extent,
-        tuple(_axis(v) for v in own),
-        tuple(_axis(v) for v in returned),
+        extents,
+        tuple(map(_rows, own)),
+        tuple(map(_rows, returned)),
         tuple(nonempty_extents(equations)),
         any(eqn.primitive.name in MAKE_MORE for eqn in equations),
         find_softmax_masks(equations, [v for v in returned if isinstance(v, Var)]),
@@ -155,7 +172,8 @@ def find_joined(closed: ClosedProgram, num_shared: int) -> JoinedProgram:
     )
 
 
-def _axis(v: Any) -> int | None:
-    """Returns the axis of the rows of a variable; None if it has none."""
-    axes = ragged_axes(v.aval.shape)
-    return axes[0] if axes else None
+def _rows(v: Any) -> Rows | None:
+    """Returns the rows of a variable; None if it has none."""
+    for axis in ragged_axes(v.aval.shape):
+        return Rows(axis, str(v.aval.shape[axis]))
+    return None

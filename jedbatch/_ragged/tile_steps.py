@@ -360,16 +360,21 @@ class _StepFinder:
         return readers
 
 
+def why_uncut(shape: Sequence[AxisSize], dtype: Dtype) -> str | None:
+    """Returns why arrays cannot be cut into tiles; None if they can."""
+    extents = [shape[a] for a in ragged_axes(shape)]
+    if len(extents) > 1:
+        return f"a value of shape [{', '.join(map(str, shape))}], with two ragged axes"
+    if extents and symbols_in(extents[0]) != {str(extents[0])}:
+        return f"an array of {extents[0]} rows, which is no length of an array"
+    return "an array of random keys is ragged" if extents and is_key(dtype) else None
+
+
 def refuse_uncut(v: Any) -> None:
     """Raises `CannotMergeError` if a variable is an array that cannot be cut into tiles."""
-    extents = extents_of(v)
-    if len(extents) > 1:
-        shape = ", ".join(map(str, v.aval.shape))
-        raise CannotMergeError(f"a value of shape [{shape}], with two ragged axes")
-    if extents and symbols_in(extents[0]) != {str(extents[0])}:
-        raise CannotMergeError(f"an array of {extents[0]} rows, which is no length of an array")
-    if extents and is_key(v.aval.dtype):
-        raise CannotMergeError("an array of random keys is ragged")
+    reason = why_uncut(v.aval.shape, v.aval.dtype)
+    if reason is not None:
+        raise CannotMergeError(reason)
 
 
 class _Name:

@@ -85,7 +85,9 @@ class _Table:
       columns: of rows, int64[6, rows]: type, how often, symbol, results, arity, and whether the
         row reads which rows those of a tile are.
       identity: of rows, the values of no tile, results of nodes or what they read.
-      read_begin, reads: the rows of (where it is found, position or step, result) that each reads.
+      identity_names: for each of them, one row after the other, the symbol of the tiles.
+      read_begin, reads: the rows of (where it is found, position or step, result, symbol of tiles
+        that are joined or -1) that each reads.
       lengths: int64[kinds], how many extents the nodes read.
       returned_begin, returned: rows of the same for the results that a recorded node had.
       nodes: (what takes the place of nodes, numbers of its symbols); None of those that stay.
@@ -95,9 +97,10 @@ class _Table:
         self, graph: Graph, regions: Regions, kinds: Sequence[tuple[int, int]], names: "_Names"
     ):
         columns: list[tuple[int, int, int, int, int, int]] = []
-        reads: list[tuple[int, int, int]] = []
+        reads: list[tuple[int, int, int, int]] = []
         returned: list[tuple[int, int, int]] = []
         self.identity: list[tuple[np.ndarray, ...]] = []
+        names_of: list[int] = []
         self.nodes: list[tuple[NodeOnTiles, list[int]] | None] = []
         begin, read_begin, returned_begin, lengths = [0], [0], [0], []
         for type_id, arity in kinds:
@@ -109,23 +112,27 @@ class _Table:
                 symbols = list(map(names.number, ragged.symbols))
                 slots = operands + [(LENGTH, k, 0) for k in range(len(node.lengths))]
                 for k, step in enumerate(node.steps):
-                    own = [slots[s] for s in step.reads]
+                    rows_of = [symbols[s] if s >= 0 else -1 for s in step.rows_of]
+                    rows_of += [-1] * (len(step.reads) - len(rows_of))
+                    own = [(*slots[s], n) for s, n in zip(step.reads, rows_of, strict=True)]
                     symbol = symbols[step.symbol] if step.symbol >= 0 else -1
                     kind = COMBINED if step.combines else ONCE if symbol < 0 else BY_TILE
                     kind = JOINED if step.joins else kind
                     has_rows = step.reads_rows and not step.combines
-                    own += [(ROWS, 0, 0), (ROWS, 1, 0)] if has_rows else []
+                    own += [(ROWS, 0, 0, -1), (ROWS, 1, 0, -1)] if has_rows else []
                     reads += own
                     read_begin.append(len(reads))
                     columns.append((step.type, kind, symbol, step.writes, len(own), has_rows))
                     self.identity.append(step.identity)
+                    of_tiles = [n for n in rows_of if n >= 0] if step.joins else [symbol]
+                    names_of += of_tiles * (1 if step.joins else len(step.identity))
                     slots += [(RESULT, k, r) for r in range(step.writes)]
                 returned += [slots[s] for s in node.returned]
                 lengths.append(len(node.lengths))
                 self.nodes.append((node, symbols))
             else:
                 results = graph.types[type_id].num_results
-                reads += operands
+                reads += [(*place, -1) for place in operands]
                 read_begin.append(len(reads))
                 columns.append((type_id, ONCE, -1, results, arity, 0))
                 self.identity.append(())
@@ -137,11 +144,13 @@ class _Table:
         self.begin, self.count = np.array(begin[:-1]), np.diff(begin)
         self.columns = np.array(columns, np.int64).reshape(-1, 6).T
         self.read_begin = np.array(read_begin)
-        self.reads = np.array(reads, np.int64).reshape(-1, 3).T
+        self.reads = np.array(reads, np.int64).reshape(-1, 4).T
         self.lengths = np.array(lengths, np.int64)
         self.returned_begin = np.array(returned_begin)
         self.returned = np.array(returned, np.int64).reshape(-1, 3).T
         self.num_identity = np.array(list(map(len, self.identity)), np.int64)
+        self.identity_begin = pointers(self.num_identity)
+        self.identity_names = np.array(names_of, np.int64)
 
 
 class _Names(dict):
@@ -286,11 +295,15 @@ class _Maker:
         now[of_input] -= self.inputs.moved[owner]
         return now
 
-    def _read(self) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (what nodes read, among all instances; the position that each reads)."""
+    def _read(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns what nodes read, among all instances.
+
+        The second result is the position that reads, the third the name of the symbol of tiles that
+        are joined, or -1.
+        """
         graph, table, positions, numbered = self.graph, self.table, self.positions, self.inputs
         entries = ranges(table.read_begin[positions.row], positions.arity)
-        where, which, result = table.reads[:, entries]
+        where, which, result, name = table.reads[:, entries]
         reader = np.repeat(np.arange(len(positions.row)), positions.arity)
         read = np.empty(len(reader), np.int64)
         for place in np.unique(where).tolist():
@@ -306,7 +319,7 @@ class _Maker:
             else:
                 starts = positions.instance[position], positions.name[position]
                 read[mine] = -1 - (numbered.of_rows[starts] + k)
-        return read, reader
+        return read, reader, name
 
     def _own(self, references: np.ndarray, owner: np.ndarray) -> np.ndarray:
         """Returns references among all instances as references within each."""
@@ -331,7 +344,8 @@ class _Maker:
             name[numbered.of_position[starting] + k] = positions.name[starting]
         counts = self.table.num_identity[positions.row]
         if_none = ranges(numbered.of_position, counts)
-        kind[if_none], name[if_none] = IF_NONE, np.repeat(positions.name, counts)
+        entries = ranges(self.table.identity_begin[positions.row], counts)
+        kind[if_none], name[if_none] = IF_NONE, self.table.identity_names[entries]
         return kind, name
 
     def _is_used(self, input_name: np.ndarray) -> np.ndarray:
@@ -361,7 +375,7 @@ class _Maker:
         def numbers(owner: np.ndarray, name: np.ndarray) -> np.ndarray:
             return np.where(name < 0, -1, symbol[owner, name])
 
-        read, reader = self._read()
+        read, reader, joined_name = self._read()
         forms, inputs = self._forms(is_used, symbol, num_arrays)
         has_identity = self.table.num_identity[positions.row] > 0
         own_input = numbered.of_position - numbered.begin[positions.instance]
@@ -372,6 +386,7 @@ class _Maker:
             positions.results,
             positions.arity,
             self._own(read, positions.instance[reader]),
+            numbers(positions.instance[reader], joined_name),
             inputs,
             input_kind,
             numbers(_owners(numbered.begin), input_name),
@@ -415,9 +430,11 @@ class _Maker:
             if self.inputs.counts[position]:
                 step = self.regions.registry.node_types[positions.types[position]]
                 joins = positions.repeats[position] == JOINED
-                identity = table.identity[positions.row[position]]
+                row = positions.row[position]
+                identity = table.identity[row]
                 kinds = (step.operands if joins else step.results)[-len(identity) :]
-                own.add_of_step(kinds, int(positions.name[position]), identity)
+                names = table.identity_names[slice(*table.identity_begin[row : row + 2])]
+                own.add_of_step(kinds, names.tolist() or [int(positions.name[position])], identity)
 
 
 class _InstanceInputs:
@@ -465,19 +482,19 @@ class _InstanceInputs:
         self._nonempty.update(((extent, numbers, name), None) for extent, name in node.nonempty)
 
     def add_of_step(
-        self, kinds: Sequence[ValueType], name: int, identity: Sequence[np.ndarray]
+        self, kinds: Sequence[ValueType], names: Sequence[int], identity: Sequence[np.ndarray]
     ) -> None:
         """Adds what stands for values of no tile, of these types; or else which rows tiles are."""
-        symbol = self._symbols[name]
+        symbols = [self._symbols[name] for name in names]
         if identity:
             self._added += [
                 TileInput(kind, IF_NONE, (symbol,), identity=x)
-                for kind, x in zip(kinds, identity, strict=True)
+                for kind, symbol, x in zip(kinds, symbols, identity, strict=True)
             ]
         else:
             leaf = 1 + len(self._arrays) + len(self._starts)
-            self._starts.append(symbol)
-            self._added.append(TileInput(ROW_NUMBER, BY_TILE, (symbol, symbol), leaf))
+            self._starts += symbols
+            self._added.append(TileInput(ROW_NUMBER, BY_TILE, (*symbols, *symbols), leaf))
 
     def form(self, names: Sequence[str]) -> TemplateForm:
         """Returns what belongs to the template, given the names of its symbols."""

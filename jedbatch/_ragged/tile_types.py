@@ -17,7 +17,7 @@ import numpy as np
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._ragged.axis_rules import CannotMergeError
-from jedbatch._ragged.joined_tiles import JoinedProgram, find_joined
+from jedbatch._ragged.joined_tiles import JoinedProgram, Rows, find_joined
 from jedbatch._ragged.tile_reductions import TileRows
 from jedbatch._ragged.tile_steps import Combination, StepProgram, TileStep, find_steps
 from jedbatch._record.registry import Registry
@@ -43,6 +43,7 @@ class StepOnTiles(NamedTuple):
       combines: whether it combines the results of tiles.
       joins: whether it reads all tiles of arrays, and gives all of its results.
       identity: if it combines, the values of no tile; if it joins, what it reads of no tile.
+      rows_of: if it joins, for each read the position of the symbol of its rows; -1 if it has none.
     """
 
     type: int
@@ -53,6 +54,7 @@ class StepOnTiles(NamedTuple):
     combines: bool
     joins: bool
     identity: tuple[np.ndarray, ...]
+    rows_of: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,7 +124,7 @@ class TileTypes:
         self.apart: str | None = None
         self.revision = 0
         self.singles: dict[int, Singles] = {}
-        self._joining: dict[int, Callable[[int], int]] = {}
+        self._joining: dict[int, Callable[[int, bool], int]] = {}
         self._programs: dict[int, set[Hashable]] = {}
         self._together: dict[int, int] = {}  # most programs of one instance with a type
         self._many: set[int] = set()  # types in many programs
@@ -156,6 +158,15 @@ class TileTypes:
                 self._many.add(number)
                 del self._programs[number], self._together[number]
         self.revision += len(self._many) > known
+
+    def is_many(self, ragged: RaggedNodeType) -> bool:
+        """Returns whether a type has been met in many programs."""
+        return ragged.number in self._many
+
+    def note_joined(self, whole: RaggedNodeType, parts: Iterable[RaggedNodeType]) -> None:
+        """Takes note of a type of nodes that are several nodes, met in as many programs."""
+        if any(map(self.is_many, parts)):
+            self._many.add(whole.number)
 
     def wanted(self, types: Collection[RaggedNodeType]) -> bool:
         """Returns whether ragged nodes of these types become nodes on tiles."""
@@ -194,9 +205,15 @@ class TileTypes:
                 self._nodes[ragged.number] = f"{reason}{f' at {line}' if line else ''}"
         return self._nodes[ragged.number]
 
-    def joining(self, type_id: int, tiles: int) -> int:
-        """Returns the type of nodes that join so many tiles, given that of those of one."""
-        return self._joining[type_id](tiles)
+    def joining(self, type_id: int, tiles: int, guarded: bool) -> int:
+        """Returns the type of nodes that join so many tiles, given that of those of one.
+
+        Args:
+          type_id: of nodes that join one.
+          tiles: of each array.
+          guarded: whether a length may be 0.
+        """
+        return self._joining[type_id](tiles, guarded)
 
     def of_tile(self, shape: Sequence[AxisSize]) -> tuple[int, ...]:
         """Returns the shape of a tile."""
@@ -276,38 +293,43 @@ class TileTypes:
         node_type = registry.node_types[ragged.id]
         operands = _by_rows(registry.kinds_of(node_type.operands), program.operands)
         kinds, tiles = ([self._tile_type(kind) for _, kind in part] for part in operands)
-        kinds += registry.kinds_of([ROW_NUMBER])
+        kinds += registry.kinds_of([ROW_NUMBER] * len(program.extents))
 
         @functools.cache
-        def joining(count: int) -> int:
+        def joining(count: int, guarded: bool) -> int:
             name = f"{node_type.name}, {count} tile{'s' * (count != 1)}"
-            key = "joined tiles", self.rows, ragged.number, count
-            read = (*kinds, *[kind for kind in tiles for _ in range(max(count, 1))])
-            call = functools.partial(program.run, size=self.rows, tiles=count)
+            key = "joined tiles", self.rows, ragged.number, count, guarded
+            read = (*kinds, *[kind for kind in tiles for _ in range(count)])
+            call = functools.partial(program.run, size=self.rows, tiles=count, guarded=guarded)
             spec = registry.call_spec(name, key, call, node_type.shared, read, user_code=False)
             registry.lines[spec.node_type] = registry.lines.get(ragged.id, "")
             return spec.node_type
 
-        type_id = joining(1)
+        type_id = joining(1, False)
         results = [k for part in _by_rows(program.results, program.results) for k, _ in part]
         self.singles[type_id] = Singles(len(kinds), program.results.count(None))
         self._joining[type_id] = joining
-        count = len(program.operands)
-        of_tiles = [registry.value_types[kind] for kind in tiles]
+        count, more = len(program.operands), len(program.extents)
+        lengths = range(count, count + more)
+        symbols = [
+            ragged.symbols.index(rows.symbol) for rows in program.operands if rows is not None
+        ]
+        zeros = [np.zeros(t.shape, t.dtype) for t in map(registry.value_types.__getitem__, tiles)]
         step = StepOnTiles(
             type_id,
             0,
-            (*[k for k, _ in operands[0]], count, *[k for k, _ in operands[1]]),
+            (*[k for k, _ in operands[0]], *lengths, *[k for k, _ in operands[1]]),
             len(results),
             False,
             False,
             True,
-            tuple([np.zeros(t.shape, t.dtype) for t in of_tiles]),
+            tuple(zeros),
+            (*[-1] * len(kinds), *symbols),
         )
-        slot = {r: count + 1 + k for k, r in enumerate(results)}
+        slot = {r: count + more + k for k, r in enumerate(results)}
         return NodeOnTiles(
             (step,),
-            ((program.extent, ROW_NUMBER),),
+            tuple([(extent, ROW_NUMBER) for extent in program.extents.values()]),
             tuple([slot[r] for r in range(len(results))]),
             ragged.symbols,
             program.nonempty,
@@ -331,12 +353,12 @@ def _padding(counts: np.ndarray, tile: int) -> float:
 
 
 def _by_rows(
-    values: Iterable[Any], axes: Sequence[int | None]
+    values: Iterable[Any], rows: Sequence[Rows | None]
 ) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
     """Returns (number, value) of the values without rows, and of those with rows."""
-    numbered = list(zip(enumerate(values), axes, strict=True))
-    without = [x for x, axis in numbered if axis is None]
-    return without, [x for x, axis in numbered if axis is not None]
+    numbered = list(zip(enumerate(values), rows, strict=True))
+    without = [x for x, own in numbered if own is None]
+    return without, [x for x, own in numbered if own is not None]
 
 
 def _combining(step: Combination) -> Callable:

@@ -83,6 +83,7 @@ class TileTemplates:
       arity: int64[M], of each node.
       operand: int64[E], what nodes read. Combined ones have their parts twice: those of the left
         and those of the right. Joined ones have values without rows first.
+      joined_symbol: int64[E], by whose tiles joined nodes read an operand; -1 of other operands.
       inputs: of each instance, in order.
       input_kind, input_symbol: int64[I], of each input.
       identity: int64[M], where there is no tile, the first input in the place of a combined node,
@@ -99,6 +100,7 @@ class TileTemplates:
     results: np.ndarray
     arity: np.ndarray
     operand: np.ndarray
+    joined_symbol: np.ndarray
     inputs: Sequence[tuple[InputRows | TileInput, ...]]
     input_kind: np.ndarray
     input_symbol: np.ndarray
@@ -119,11 +121,28 @@ class TileTemplates:
         """Returns whose tiles make up the results of an instance."""
         return self.output_symbol[slice(*self.output_ptr[instance : instance + 2])].tolist()
 
-    def of_symbols(self, values: Sequence[Sequence[int]]) -> np.ndarray:
-        """Returns int64[M], those of values of symbols that nodes have; 1 of nodes without one."""
+    @functools.cached_property
+    def reader(self) -> np.ndarray:
+        """int64[E], the node that reads each operand."""
+        return np.repeat(np.arange(len(self.arity)), self.arity)
+
+    def of_symbols(self, values: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+        """Returns values of the symbols of nodes and of operands, given those of each instance.
+
+        Returns:
+          int64[M], of joined nodes the largest, and 1 of nodes without a symbol; int64[E], 1 of
+          operands that are not joined.
+        """
         flat = np.array([*(x for own in values for x in own), 1], np.int64)
         base = np.repeat(pointers(self.num_symbols)[:-1], np.diff(self.node_ptr))
-        return flat[np.where(self.symbol < 0, -1, self.symbol + base)]
+        of_nodes = flat[np.where(self.symbol < 0, -1, self.symbol + base)]
+        joined = np.flatnonzero(self.joined_symbol >= 0)
+        of_operands = np.ones(len(self.operand), np.int64)
+        if len(joined):
+            reader = self.reader[joined]
+            of_operands[joined] = flat[self.joined_symbol[joined] + base[reader]]
+            np.maximum.at(of_nodes, reader, of_operands[joined])
+        return of_nodes, of_operands
 
     def rows_by_tile(
         self, lengths: Sequence[Sequence[int]], tiles: Sequence[Sequence[int]], size: int
@@ -135,27 +154,28 @@ class TileTemplates:
           tiles: of so many rows.
           size: rows of a tile.
         """
-        num_tiles = self.of_symbols(tiles)
+        num_tiles, _ = self.of_symbols(tiles)
         num_tiles = np.where(self.kind == JOINED, _tiles_joined(num_tiles), num_tiles)
         on_tiles = (self.kind == BY_TILE) | (self.kind == JOINED)
-        exist = pointers(np.where(on_tiles, self.of_symbols(lengths), 0))[self.node_ptr]
+        exist = pointers(np.where(on_tiles, self.of_symbols(lengths)[0], 0))[self.node_ptr]
         computed = pointers(np.where(on_tiles, num_tiles * size, 0))[self.node_ptr]
         return list(zip(np.diff(exist).tolist(), np.diff(computed).tolist(), strict=True))
 
     def joined(self, tiles: Sequence[Sequence[int]], types: TileTypes) -> "JoinedNodes":
-        """Returns the nodes that join tiles, given the tiles of the symbols of each instance."""
+        """Returns how nodes join tiles, given the tiles of the symbols of each instance."""
+        most, of_operands = self.of_symbols(tiles)
         (nodes,) = np.nonzero(self.kind == JOINED)
-        counts = _tiles_joined(self.of_symbols(tiles)[nodes])
+        room, guarded = np.ones(len(self.kind), np.int64), most == 0
+        room[nodes] = _tiles_joined(most[nodes])
+        guarded[self.reader[of_operands == 0]] = True
         node_type, singles = self.node_type.copy(), np.zeros((2, len(self.kind)), np.int64)
-        pairs = np.stack([self.node_type[nodes], counts], axis=1)
-        distinct, which = np.unique(pairs, axis=0, return_inverse=True)
-        for k, (type_id, count) in enumerate(distinct.tolist()):
+        kinds = np.stack([self.node_type[nodes], room[nodes], guarded[nodes]], axis=1)
+        distinct, which = np.unique(kinds, axis=0, return_inverse=True)
+        for k, (type_id, count, none) in enumerate(distinct.tolist()):
             own = nodes[which.ravel() == k]
-            node_type[own] = types.joining(type_id, count)
+            node_type[own] = types.joining(type_id, count, bool(none))
             singles[:, own] = np.array(types.singles[type_id])[:, None]
-        room = np.ones(len(self.kind), np.int64)
-        room[nodes] = np.maximum(counts, 1)
-        return JoinedNodes(node_type, room, *singles)
+        return JoinedNodes(node_type, room, singles[0], singles[1], of_operands)
 
     @staticmethod
     def select(parts: Sequence[tuple["TileTemplates", int]]) -> "TileTemplates":
@@ -177,6 +197,7 @@ class TileTemplates:
         of_inputs, of_outputs = ("input_kind", "input_symbol"), ("outputs", "output_symbol")
         return TileTemplates(
             operand=joined("operand", "operand_ptr"),
+            joined_symbol=joined("joined_symbol", "operand_ptr"),
             inputs=[t.inputs[i] for t, i in parts],
             num_symbols=np.array([t.num_symbols[i] for t, i in parts]),
             node_ptr=counted("node_ptr"),
@@ -196,12 +217,14 @@ class JoinedNodes(NamedTuple):
       room: int64[M], how many tiles they read of each array; 1 of other nodes.
       single_operands, single_results: int64[M], how many values there are ahead of tiles; 0 of
         other nodes.
+      num_tiles: int64[E], how many tiles there are of operands of nodes that join them.
     """
 
     node_type: np.ndarray
     room: np.ndarray
     single_operands: np.ndarray
     single_results: np.ndarray
+    num_tiles: np.ndarray
 
 
 @np.vectorize(otypes=[np.int64])
@@ -245,7 +268,7 @@ def repeat_nodes(
 
     # Nodes, and their results.
     kind, results = templates.kind, templates.results
-    num_tiles = templates.of_symbols(tiles)
+    num_tiles, _ = templates.of_symbols(tiles)
     counts = np.where(kind == COMBINED, np.maximum(num_tiles - 1, 0), num_tiles)
     counts = np.where(kind == JOINED, 1, counts)
     width = results + (results - joined.single_results) * (joined.room - 1)  # values of a node
@@ -288,18 +311,18 @@ def repeat_nodes(
     arities = (arity + (arity - joined.single_operands) * (joined.room - 1))[node]
     nth = np.repeat(place, arities)
     if (kind == JOINED).any():
-        entry, nth_tile = _joined_entries(templates, joined, num_tiles, node, arities)
+        entry, nth_tile = _joined_entries(templates, joined, node, arities)
         nth += nth_tile
-        entry += np.repeat(operand_begin[node], arities)
     else:
         entry = ranges(operand_begin[node], arities)
     bases, steps = located(operand)
     reader = np.repeat(np.arange(len(kind)), arity)
     read = bases[entry] + nth * steps[entry]
-    of_no_tile = _read_of_no_tile(templates, joined, num_tiles)
-    if of_no_tile is not None:
-        own = np.flatnonzero(of_no_tile[entry] >= 0)
-        of_input = of_no_tile[entry[own]] + np.repeat(inputs, nodes)[reader[entry[own]]]
+    own = np.flatnonzero(joined.num_tiles[entry] == 0)
+    if len(own):
+        array = entry[own] - operand_begin[reader[entry[own]]]
+        array -= joined.single_operands[reader[entry[own]]]
+        of_input = (templates.identity + np.repeat(inputs, nodes))[reader[entry[own]]] + array
         read[own] = -1 - input_begin[of_input]
     combining = kind[reader] == COMBINED
     if combining.any():
@@ -339,18 +362,13 @@ def repeat_nodes(
 
 
 def _joined_entries(
-    templates: TileTemplates,
-    joined: JoinedNodes,
-    num_tiles: np.ndarray,
-    node: np.ndarray,
-    arities: np.ndarray,
+    templates: TileTemplates, joined: JoinedNodes, node: np.ndarray, arities: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (which operand of its template, which tile of it) each operand of nodes is.
+    """Returns (which operand of the templates, which tile of it) each operand of nodes is.
 
     Args:
       templates: of nodes.
       joined: how some join tiles.
-      num_tiles: int64[M], tiles that there are.
       node: int64[N], the node of the templates that each node is.
       arities: int64[N], the operands of each.
     """
@@ -359,25 +377,7 @@ def _joined_entries(
     behind = position - joined.single_operands[reader]
     is_tile = (templates.kind[reader] == JOINED) & (behind >= 0)
     array, tile = np.divmod(behind, joined.room[reader])
-    last = np.maximum(num_tiles[reader] - 1, 0)  # which is read again
     entry = np.where(is_tile, joined.single_operands[reader] + array, position)
+    entry += pointers(templates.arity)[reader]
+    last = np.maximum(joined.num_tiles[entry] - 1, 0)  # which is read again
     return entry, np.where(is_tile, np.minimum(tile, last), 0)
-
-
-def _read_of_no_tile(
-    templates: TileTemplates, joined: JoinedNodes, num_tiles: np.ndarray
-) -> np.ndarray | None:
-    """Returns int64[E], the inputs of instances that joined nodes read where there is no tile.
-
-    -1 of other operands; None if there are none.
-    """
-    (nodes,) = np.nonzero((templates.kind == JOINED) & (num_tiles == 0) & (templates.identity >= 0))
-    if not len(nodes):
-        return None
-    begin = pointers(templates.arity)
-    nothing = np.full(len(templates.operand), -1, np.int64)
-    singles = joined.single_operands[nodes]
-    arrays = templates.arity[nodes] - singles
-    own = ranges(begin[nodes] + singles, arrays)
-    nothing[own] = ranges(templates.identity[nodes], arrays)
-    return nothing

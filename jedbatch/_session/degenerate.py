@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 
 from jedbatch._graph.degeneracy import MAX_TYPES, Degeneracy
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.symbolic_dims import is_user_code
+from jedbatch._graph.types import NodeType
+from jedbatch._jaxpr.symbolic_dims import is_ragged, is_user_code
 from jedbatch._ragged.calls import RegionCalls
 from jedbatch._record.registry import Registry
 from jedbatch._support.types import Array
@@ -60,18 +61,24 @@ def warn_if_degenerate(
             warned,
         )
         return
-    last = len(graph.types) - 1
-    grows = new_in_a_row >= GROWING_PLANS and last >= MAX_TYPES
-    if grows and GrowingTypesWarning not in warned and Degeneracy.of(graph) is None:
+    grows = new_in_a_row >= GROWING_PLANS and len(graph.types) > MAX_TYPES
+    run = [t for t, node_type in enumerate(graph.types) if is_run(node_type)] if grows else []
+    if len(run) > MAX_TYPES and GrowingTypesWarning not in warned and Degeneracy.of(graph) is None:
+        last = run[-1]
         at = f" ({lines[last]})" if last in lines else ""
         warn_once(
             GrowingTypesWarning,
             f"{new_in_a_row} minibatches in a row had node types that none before had, "
-            f"{len(graph.types)} by now, and each time programs are compiled again. The last one "
+            f"{len(run)} by now, and each time programs are compiled again. The last one "
             f"is `{graph.types[last]}`{at}. Pass what differs from instance to instance as an "
             "array, or as a positional argument of a cell",
             warned,
         )
+
+
+def is_run(node_type: NodeType) -> bool:
+    """Returns whether nodes of a type run: those on ragged values are replaced by others."""
+    return not any(is_ragged(t.shape) for t in (*node_type.operands, *node_type.results))
 
 
 def warn_if_programs_grow(

@@ -20,6 +20,7 @@ from jedbatch._record.registry import Registry
 from jedbatch._schedule.lane_policies import LanePolicy, least_loss
 from jedbatch._session.arguments import StackedInstances
 from jedbatch._session.degenerate import (
+    is_run,
     last_for_a_length,
     lengths_that_differ,
     warn_if_lengths_grow,
@@ -195,9 +196,9 @@ class Session:
 
     def note_types(self) -> None:
         """Notes how many node types and regions there are when a minibatch is planned."""
-        met = len(self.registry.node_types)
-        self.new_in_a_row = self.new_in_a_row + 1 if met > self.num_types else 0
-        self.num_types = met
+        new = self.registry.node_types[self.num_types :]
+        self.new_in_a_row = self.new_in_a_row + 1 if any(map(is_run, new)) else 0
+        self.num_types += len(new)
         regions = len(self.records.regions.regions)
         self.regions_in_a_row = self.regions_in_a_row + 1 if regions > self.num_regions else 0
         self.num_regions = regions
