@@ -7,7 +7,9 @@ nodes that read or give such values run as one, inside of which the values stay:
     q kᵀ [n, n]  →  softmax [n, n]  →  · v [n, 4]          one node that reads q, k and v
 
 What lies on a path from one of them to another is part of it, too. So are the nodes of two such
-groups of which each reads what the other one gives.
+groups of which each reads what the other one gives. Where such values travel from node to node of
+trees, what becomes one node is another one for every tree. So there are a few types of such nodes,
+and if there were more, there are none from then on.
 """
 
 import heapq
@@ -29,6 +31,7 @@ from jedbatch._ragged.regions import Regions
 from jedbatch._ragged.tile_steps import why_uncut
 
 SHOWN = 3  # operations that the name of a node has
+MAX_MEMBERS = 64  # that a node may have
 
 
 def run_members(
@@ -64,7 +67,9 @@ def with_joined_nodes(regions: Regions, records: Sequence[Record]) -> Sequence[R
     """
     whole = records[0].whole
     types = list(filter(regions.is_ragged, whole.present_types))
-    if not regions.tiles.rows or not any(regions.tiles.is_many(regions.on_tiles(t)) for t in types):
+    if not (regions.tiles.rows and regions.tiles.joins_nodes):
+        return records
+    if not any(regions.tiles.is_many(regions.on_tiles(t)) for t in types):
         return records
     if not any(_is_uncut(kind) for t in types for kind in whole.types[t].results):
         return records
@@ -235,6 +240,8 @@ class _Joining:
     def _joined(self, nodes: Sequence[int], leaving: Sequence[int]) -> _Unit | None:
         """Returns nodes as one, of which some values leave; None if it has no tiles."""
         registry, tiles = self.regions.registry, self.regions.tiles
+        if len(nodes) > MAX_MEMBERS:
+            return None
         place: dict[int, tuple[int, int]] = {}
         operand: dict[int, int] = {}
         kind_of: dict[int, int] = {}
@@ -266,7 +273,8 @@ class _Joining:
         ragged = self.regions.on_tiles(spec.node_type)
         if isinstance(tiles.nodes(ragged), str):
             return None
-        tiles.note_joined(ragged, [self.regions.on_tiles(t) for t, _ in members])
+        if not tiles.note_joined(ragged, [self.regions.on_tiles(t) for t, _ in members]):
+            return None
         return _Unit(spec.node_type, list(operand), leaving)
 
 

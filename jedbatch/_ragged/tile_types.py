@@ -24,6 +24,7 @@ from jedbatch._record.registry import Registry
 from jedbatch._support.types import AxisSize
 
 MAX_PROGRAMS = 4  # of ragged values that a type of nodes is part of, before it has tiles
+MAX_JOINED = 16  # types of nodes that are several nodes
 MAX_TOGETHER = 8  # programs of one instance that count as one
 TILE_ROWS = (128, 64, 32, 16)  # that a tile may have
 LEAST_TILE_ROWS = 8
@@ -116,6 +117,7 @@ class TileTypes:
       apart: why nodes of types in many programs have no tiles, if there are such.
       revision: how many types have been found to be in many programs.
       singles: of each type of nodes that join tiles.
+      joins_nodes: whether several nodes may be one (see `_ragged.joined_nodes`).
     """
 
     def __init__(self, registry: Registry):
@@ -124,6 +126,8 @@ class TileTypes:
         self.apart: str | None = None
         self.revision = 0
         self.singles: dict[int, Singles] = {}
+        self.joins_nodes = True
+        self._joined: set[int] = set()
         self._joining: dict[int, Callable[[int, bool], int]] = {}
         self._programs: dict[int, set[Hashable]] = {}
         self._together: dict[int, int] = {}  # most programs of one instance with a type
@@ -163,10 +167,16 @@ class TileTypes:
         """Returns whether a type has been met in many programs."""
         return ragged.number in self._many
 
-    def note_joined(self, whole: RaggedNodeType, parts: Iterable[RaggedNodeType]) -> None:
-        """Takes note of a type of nodes that are several nodes, met in as many programs."""
+    def note_joined(self, whole: RaggedNodeType, parts: Iterable[RaggedNodeType]) -> bool:
+        """Takes note of a type of nodes that are several nodes, met in as many programs.
+
+        Returns whether there may be nodes of this type.
+        """
+        self._joined.add(whole.number)
+        self.joins_nodes &= len(self._joined) <= MAX_JOINED
         if any(map(self.is_many, parts)):
             self._many.add(whole.number)
+        return self.joins_nodes
 
     def wanted(self, types: Collection[RaggedNodeType]) -> bool:
         """Returns whether ragged nodes of these types become nodes on tiles."""

@@ -1,6 +1,8 @@
 """Operations that take all rows of a state together, in trees of arrays of any length."""
 
 import functools
+import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,9 @@ from cases.trees_of_rows import compiles_nothing_late, on_tiles, prune, trees, w
 
 import jedbatch
 from jedbatch import testing
+from jedbatch._ragged import tile_types
 from jedbatch._ragged.joined_tiles import tiles_joined
+from jedbatch.errors import GroupedByShapesWarning
 
 pytestmark = pytest.mark.unoptimized
 
@@ -180,39 +184,143 @@ def test_nan_stays_in_its_instance():
     assert_close(bad[others], good[others], 0)
 
 
-def test_rows_of_several_lengths_are_not_taken_together():
-    """They run as before, a program for each tree, which the plan says."""
+@jedbatch.cell
+def meet(params, x, y):
+    """Two arrays of different lengths, one of which looks at the other one."""
+    return x + jax.nn.softmax(x @ y.T) @ y, y @ params["w"] + jnp.cumsum(x, 0)[-1:]
 
+
+def pairs(seed, count=8, most=7, sites=(1, 4, 8, 11, 19)):
+    """Trees of pairs of arrays."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(n, m):
+        return tuple(rng.normal(size=(k, 4)).astype(np.float32) for k in (n, m))
+
+    sizes = [(int(rng.integers(2, most)), *rng.choice(sites, 2)) for _ in range(count)]
+    return [random_tree(rng, k, functools.partial(leaf, n, m)) for k, n, m in sizes]
+
+
+@pytest.mark.slow
+def test_several_lengths():
+    def fn(params, tree):
+        def visit(tree):
+            if not isinstance(tree[0], tuple):
+                return tree
+            (x, y), (u, v) = visit(tree[0]), visit(tree[1])
+            return meet(params, x + 0.5 * u, y - v)
+
+        x, y = visit(tree)
+        return x.sum(0) @ params["w"] + jnp.tanh(y).sum(0)
+
+    batched = check(fn, weights(), pairs(0), rtol=3e-4)
+    on_tiles(batched, pairs(0))
+    compiles_nothing_late(batched, pairs)
+
+
+def test_no_rows_of_one_of_two_arrays():
     @jedbatch.cell
-    def meet(params, x, y):
-        return jax.nn.softmax(x @ y.T) @ y, y @ params["w"]
+    def sums(params, x, y):
+        return jnp.cumsum(x, axis=0) * y.sum(0)[None], jnp.cumsum(y, axis=0) + x.sum(0)[None]
 
     def fn(params, tree):
         def visit(tree):
             if not isinstance(tree[0], tuple):
                 return tree
             (x, y), (u, v) = visit(tree[0]), visit(tree[1])
-            return meet(params, x + u, y - v)
+            return sums(params, x + u @ params["w"], y - v)
 
         x, y = visit(tree)
-        return x.sum(0) + y.sum(0)
+        return x.sum() + y.sum(0)
 
-    rng = np.random.default_rng(0)
-    instances = []
-    for n, m in ((1, 2), (2, 3), (3, 1), (4, 2), (2, 5), (3, 4)):
-        pair = lambda n=n, m=m: (rng.normal(size=(n, 4)), rng.normal(size=(m, 4)))  # noqa: E731
-        leaf = lambda pair=pair: tuple(np.float32(x) for x in pair())  # noqa: E731
-        instances.append(random_tree(rng, 2 + len(instances), leaf))
+    instances = pairs(1, sites=(0, 3, 9))
+    batched = check(fn, weights(), instances, rtol=3e-4)
+    on_tiles(batched, instances)
+
+
+def leaves_of_any_length(seed, count=8, most=7):
+    """Trees whose leaves are arrays, each of a length of its own."""
+    rng = np.random.default_rng(seed)
+    leaf = lambda: rng.normal(size=(int(rng.integers(1, 20)), 4)).astype(np.float32)  # noqa: E731
+    return [random_tree(rng, int(rng.integers(2, most)), leaf) for _ in range(count)]
+
+
+@jedbatch.cell
+def project(params, x):
+    return jnp.tanh(x @ params["w"])
+
+
+def attends_to(params, x, y):
+    """Rows of x, each with the rows of y that it looks at; the scores are arrays [n, m]."""
+    scores = project(params, x) @ y.T
+    weight = jax.nn.softmax(scores * params["v"][0], axis=-1)
+    return x + weight @ project(params, y) + scores.max() * params["v"][None]
+
+
+def visited(mix, params, tree):
+    if not isinstance(tree, tuple):
+        return tree
+    left, right = visited(mix, params, tree[0]), visited(mix, params, tree[1])
+    return mix(params, left, right)
+
+
+def test_attention_without_a_cell():
+    """What reads and gives scores is one node; what it reads and gives are tiles."""
+
+    def fn(params, tree):
+        return jnp.sin(visited(attends_to, params, tree)).sum(0)
+
+    batched = check(fn, weights(), leaves_of_any_length(0), rtol=3e-4)
+    compiles_nothing_late(batched, leaves_of_any_length)
+    instances = leaves_of_any_length(1, most=4)
+    graph = on_tiles(batched, instances).graph
+    names = [graph.types[t].name for t in graph.node_type.tolist()]
+    inner = [len(jax.tree.leaves(tree)) - 1 for tree in instances]
+    assert sum("matmul" in name and "tile" in name for name in names) == sum(inner)
+
+
+@pytest.mark.slow
+def test_scores_that_meet_on_the_way():
+    """Two tables that are read together, and what is computed between them, are one node."""
+
+    def mix(params, x, y):
+        first, second = x @ y.T, jnp.tanh(x) @ y.T
+        shift = project(params, first @ y)  # between two reads of `first`
+        return x + (first * jax.nn.softmax(second + (shift @ y.T), axis=0)) @ y
+
+    def fn(params, tree):
+        return visited(mix, params, tree).sum(0)
+
+    batched = check(fn, weights(), leaves_of_any_length(2), rtol=3e-4)
+    on_tiles(batched, leaves_of_any_length(2))
+    compiles_nothing_late(batched, leaves_of_any_length)
+
+
+def test_whole_trees_do_not_become_nodes(monkeypatch):
+    """Where rows are joined end to end, there would be a type for every tree."""
+    monkeypatch.setattr(tile_types, "MAX_JOINED", 4)
+
+    def fn(params, tree):
+        join = lambda p, x, y: jnp.concatenate([project(p, x), y])  # noqa: E731
+        return visited(join, params, tree).sum(0)
+
     batched = jedbatch.batch(fn)
+    instances = leaves_of_any_length(0, count=2)
     expected = jnp.stack([fn(weights(), tree) for tree in instances])
-    assert_close(batched(weights(), instances), expected, 1e-4)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for seed in range(5):
+            batched.plan(weights(), leaves_of_any_length(seed, count=6, most=7))
+    (warning,) = warned
+    assert warning.category is GroupedByShapesWarning
+    assert re.search(r"[nm] \+ \w+ rows, which is no length of an array", str(warning.message))
     plan = batched.plan(weights(), instances)
     assert plan.host.tiled is None
-    assert "with two ragged axes" in plan.host.untiled
+    assert_close(batched(weights(), instances), expected, 1e-4)
 
 
 def test_few_numbers_of_tiles_have_a_type():
     counts = [tiles_joined(k) for k in range(200)]
-    assert counts[:14] == [0, 1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
-    assert all(k <= n <= max(k, 1.5 * k - 1.5) for k, n in enumerate(counts))
-    assert len(set(counts)) == 17
+    assert counts[:14] == [1, 1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
+    assert all(k <= n <= max(1, k, 1.5 * k - 1.5) for k, n in enumerate(counts))
+    assert len(set(counts)) == 16

@@ -13,6 +13,7 @@ from cases.trees_of_rows import SITES, compiles_nothing_late, on_tiles, prune, t
 
 import jedbatch
 from jedbatch import testing
+from jedbatch._ragged import tile_types
 from jedbatch._ragged.tile_templates import TemplateForm, TiledArrays
 from jedbatch._ragged.tiled_arrays import added_arrays
 from jedbatch.errors import GroupedByShapesWarning
@@ -308,9 +309,25 @@ def test_loops_and_lattices():
     compiles_nothing_late(batched, made)
 
 
+@jedbatch.cell
+def doubled(params, x):
+    return jnp.concatenate([x, x @ params["w"]])
+
+
+def ends(params, x):
+    return doubled(params, x).sum()
+
+
+@pytest.fixture
+def _no_joined_nodes(monkeypatch):
+    """Has no types of nodes that are several nodes, as if there had been too many."""
+    monkeypatch.setattr(tile_types, "MAX_JOINED", 0)
+
+
+@pytest.mark.usefixtures("_no_joined_nodes")
 def test_what_tiles_cannot_do_runs_as_before_and_says_so():
     def fn(params, tree):
-        return jnp.cumsum(plain(params, tree), axis=0)[:, 0].sum()
+        return ends(params, prune(params, tree))
 
     instances = trees(13, 8, sites=[2, 3], least=2, most=6)
     batched = jedbatch.batch(fn)
@@ -318,15 +335,16 @@ def test_what_tiles_cannot_do_runs_as_before_and_says_so():
     assert_close(batched(weights(), instances), expected, 1e-4)
     plan = batched.plan(weights(), instances)
     assert plan.host.tiled is None
-    assert "`cumsum` across the rows of an array" in plan.host.untiled
-    assert "  tiles     none for some arrays, since `cumsum`" in str(plan)
+    assert "an array of 2*n rows, which is no length of an array" in plan.host.untiled
+    assert "  tiles     none for some arrays, since an array of 2*n" in str(plan)
     with pytest.raises(AssertionError, match="a program of their own"):
         testing.assert_merged(plan)
 
 
+@pytest.mark.usefixtures("_no_joined_nodes")
 def test_programs_of_single_instances_are_warned_of():
     def fn(params, tree):
-        return jnp.cumsum(prune(params, tree), axis=0)[:, 0].sum()
+        return ends(params, prune(params, tree))
 
     def warned_of(*minibatches):
         batched = jedbatch.batch(fn)
@@ -337,12 +355,12 @@ def test_programs_of_single_instances_are_warned_of():
         assert all(issubclass(w.category, GroupedByShapesWarning) for w in warned)
         return [str(w.message) for w in warned]
 
-    few = [trees(seed, 5, least=3, most=9) for seed in range(4)]
+    few = [trees(seed, 3, least=3, most=9) for seed in range(4)]
     (text,) = warned_of(*few)
     assert "3 minibatches in a row needed programs that none before had" in text
-    assert "`cumsum` across the rows of an array" in text
+    assert "an array of 2*n rows" in text
     assert not warned_of(*few[:2], *few[:2], *few[:1])
-    (text,) = warned_of(trees(0, 24, least=4, most=12))
+    (text,) = warned_of(trees(0, 18, least=4, most=12))
     assert re.match(r"\d+ instances of a minibatch need a program each", text)
 
 
