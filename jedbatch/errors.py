@@ -199,8 +199,9 @@ class GroupedByShapesWarning(PerformanceWarning):
     **Reason.** Arrays of different lengths run together if every operation on them is known to
     work row by row, or for rows of one instance together. The message names one that is not, or
     the place where Python decides on a length. Where what is done to arrays depends on the
-    structure of the instance, as where they are the states of a tree, operations must treat rows
-    alike or reduce them; else each structure is compiled by itself.
+    structure of the instance, as where they are the states of a tree, they must be as long as
+    arrays of the instance; if they are as long as several of these put end to end, or are tables
+    [n, m], each structure is compiled by itself.
 
     **Cure.** Leave lengths to `jnp` (`x.sum(0)`, not a loop over `range(len(x))`), put what needs
     a fixed length into a cell, or pad arrays to a few lengths.

@@ -30,18 +30,20 @@ Read in this order:
 24. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
 25. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
    rows each.
-26. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
-27. `regions`: The ragged parts of an instance's graph, taken out of it.
-28. `cutting`: Cutting a recorded graph in two: calls of regions, and the graph that is left.
-29. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
-30. `tile_templates`: Templates of recorded graphs: what graphs of nodes on arrays become, for all
+26. `joined_tiles`: The program of a node as one node that reads all tiles of its arrays.
+27. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
+28. `regions`: The ragged parts of an instance's graph, taken out of it.
+29. `joined_nodes`: Nodes whose values cannot be cut into tiles, as one node with all between them.
+30. `cutting`: Cutting a recorded graph in two: calls of regions, and the graph that is left.
+31. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
+32. `tile_templates`: Templates of recorded graphs: what graphs of nodes on arrays become, for all
     lengths.
-31. `tiled_arrays`: Arrays of instances cut into tiles.
-32. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
+33. `tiled_arrays`: Arrays of instances cut into tiles.
+34. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
    tiles.
-33. `length_families`: Families of instances that are equal but for the lengths of their arrays.
-34. `lengths`: The arrays of instances that have lengths of their own.
-35. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+35. `length_families`: Families of instances that are equal but for the lengths of their arrays.
+36. `lengths`: The arrays of instances that have lengths of their own.
+37. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
-36. `row_capacities`: How much room programs have for the calls of a region.
+38. `row_capacities`: How much room programs have for the calls of a region.
 """

@@ -1,4 +1,4 @@
-"""Nodes whose values cannot be cut into tiles, as one node with all that is between them.
+"""Nodes whose values cannot be cut into tiles, as one node with all between them.
 
 Attention in a function without a cell is a node for each of its operations, and the scores that one
 gives and another reads are an array [n, n], which has no tiles (see `_ragged.tile_steps`). All

@@ -102,9 +102,9 @@ def warn_if_programs_grow(
         found = f"{new_in_a_row} minibatches in a row needed programs that none before had"
     warn_once(
         GroupedByShapesWarning,
-        f"{found}, which are compiled one by one: they do to arrays of any length what cannot be "
-        f"done a few rows at a time, {apart}. Reduce such arrays to vectors before instances "
-        "differ in what is done with them, or pad them to a few lengths",
+        f"{found}, which are compiled one by one: what they do to arrays of any length cannot be "
+        f"cut into tiles of rows, {apart}. Reduce such arrays to vectors before instances differ "
+        "in what is done with them, or pad them to a few lengths",
         registry.warned,
     )
 
