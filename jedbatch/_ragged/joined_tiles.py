@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Var
 
@@ -33,12 +34,12 @@ from jedbatch._ragged.tile_steps import refuse_uncut
 from jedbatch._support.types import Array, AxisSize
 
 
-def tiles_joined(count: int) -> int:
+def tiles_joined(counts: np.ndarray) -> np.ndarray:
     """Returns how many tiles a node reads of arrays that have at most so many: 2ᵏ, or 3 · 2ᵏ."""
-    if count < 3:
-        return max(count, 1)
-    power = 1 << (count - 1).bit_length()
-    return power * 3 // 4 if count <= power * 3 // 4 else power
+    counts = np.maximum(counts, 1)
+    powers = 1 << np.frexp(counts - 1)[1].astype(np.int64)
+    fewer = powers * 3 // 4
+    return np.where(counts <= fewer, fewer, powers)
 
 
 class Rows(NamedTuple):

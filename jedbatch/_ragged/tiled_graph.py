@@ -155,7 +155,7 @@ class TileTemplates:
           size: rows of a tile.
         """
         num_tiles, _ = self.of_symbols(tiles)
-        num_tiles = np.where(self.kind == JOINED, _tiles_joined(num_tiles), num_tiles)
+        num_tiles = np.where(self.kind == JOINED, tiles_joined(num_tiles), num_tiles)
         on_tiles = (self.kind == BY_TILE) | (self.kind == JOINED)
         exist = pointers(np.where(on_tiles, self.of_symbols(lengths)[0], 0))[self.node_ptr]
         computed = pointers(np.where(on_tiles, num_tiles * size, 0))[self.node_ptr]
@@ -166,7 +166,7 @@ class TileTemplates:
         most, of_operands = self.of_symbols(tiles)
         (nodes,) = np.nonzero(self.kind == JOINED)
         room, guarded = np.ones(len(self.kind), np.int64), most == 0
-        room[nodes] = _tiles_joined(most[nodes])
+        room[nodes] = tiles_joined(most[nodes])
         guarded[self.reader[of_operands == 0]] = True
         node_type, singles = self.node_type.copy(), np.zeros((2, len(self.kind)), np.int64)
         kinds = np.stack([self.node_type[nodes], room[nodes], guarded[nodes]], axis=1)
@@ -225,11 +225,6 @@ class JoinedNodes(NamedTuple):
     single_operands: np.ndarray
     single_results: np.ndarray
     num_tiles: np.ndarray
-
-
-@np.vectorize(otypes=[np.int64])
-def _tiles_joined(count: int) -> int:
-    return tiles_joined(count)
 
 
 def repeat_nodes(

@@ -320,7 +320,7 @@ def test_whole_trees_do_not_become_nodes(monkeypatch):
 
 
 def test_few_numbers_of_tiles_have_a_type():
-    counts = [tiles_joined(k) for k in range(200)]
+    counts = tiles_joined(np.arange(200)).tolist()
     assert counts[:14] == [1, 1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
     assert all(k <= n <= max(1, k, 1.5 * k - 1.5) for k, n in enumerate(counts))
     assert len(set(counts)) == 16
