@@ -429,9 +429,12 @@ def _run(eqn: Equation, values: Sequence[Array], rows: TileRows | None) -> Seque
 
 
 def _run_by_row(eqn: Equation, values: Sequence[Array], rows: TileRows) -> Sequence[Array]:
-    """Returns the results of an equation that asks for the places of rows."""
+    """Returns the results of an equation that asks for the places of rows.
+
+    Rows beyond the last one repeat it, so they have its place (see `_ragged.singular`).
+    """
     operands = _atoms(eqn, tuple(reads(eqn)), values)
-    places = rows.start + jnp.arange(rows.size, dtype=jnp.int32)
+    places = rows.start + jnp.minimum(jnp.arange(rows.size, dtype=jnp.int32), rows.count - 1)
     (axis,) = ragged_axes(eqn.outvars[0].aval.shape)
     (result,) = jax.vmap(lambda k: tuple(run_row(eqn, operands, k)), out_axes=axis)(places)
     return [result]
