@@ -1,7 +1,7 @@
 """How fast are trees whose nodes hold arrays of another length in every tree, against padding?
 
-likelihood  of aligned sequences (`programs/felsenstein.py`): states are [4, sites], 50 to 400 sites,
-            as many in all nodes of a tree; nodes treat sites alike.
+likelihood  of aligned sequences (`programs/felsenstein.py`): states are [4, sites], 50 to 400
+            sites, as many in all nodes of a tree; nodes treat sites alike.
 attention   states are [rows, 64], 20 to 60 rows, as many in all nodes of a tree; the rows of a node
             attend to each other.
 

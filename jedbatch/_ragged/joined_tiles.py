@@ -7,8 +7,8 @@ arrays side by side, as arrays that are padded, and gives tiles of its results:
     x0 x1 x2 [T, 4], n  →  x [3T, 4], of which n rows exist  →  y [3T, 4]  →  y0 y1 y2 [T, 4]
 
 It has as many operands as there are tiles, so there is a type for each of a few numbers of tiles.
-Where there are fewer, the last one is read again. Rows of results beyond the n-th repeat that one,
-as those of the arrays of an instance do.
+Where there are fewer, the last one is read again. Rows beyond the n-th repeat that one, of arrays
+and of results, as those of the arrays of an instance do.
 """
 
 import itertools
@@ -113,6 +113,7 @@ class JoinedProgram:
         env: dict[Any, Array] = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
         env.update(zip(jaxpr.invars, shared, strict=False))
         without_rows = iter(singles)
+        repeats = tiles > 1 and (len(lengths) > 1 or tiles_joined(tiles - 1) == tiles)
         own = jaxpr.invars[len(jaxpr.invars) - len(self.operands) :]
         for v, rows in zip(own, self.operands, strict=True):
             if rows is None:
@@ -120,6 +121,8 @@ class JoinedProgram:
             else:
                 env[v] = jnp.concatenate(joined[:tiles], rows.axis)
                 del joined[:tiles]
+                if repeats:  # the last tile is there again, and not all of its rows are the last
+                    env[v] = _repeating(env[v], lengths[rows.symbol], rows.axis)
             env[v] = padded.with_padding(v, env[v])
         run_equations(jaxpr.eqns, env, padded.run)
         values = [value_of(v, env) for v in jaxpr.outvars]

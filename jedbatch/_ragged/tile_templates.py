@@ -124,8 +124,8 @@ class _Table:
                     read_begin.append(len(reads))
                     columns.append((step.type, kind, symbol, step.writes, len(own), has_rows))
                     self.identity.append(step.identity)
-                    of_tiles = [n for n in rows_of if n >= 0] if step.joins else [symbol]
-                    names_of += of_tiles * (1 if step.joins else len(step.identity))
+                    count = len(step.identity)
+                    names_of += rows_of[len(rows_of) - count :] if step.joins else [symbol] * count
                     slots += [(RESULT, k, r) for r in range(step.writes)]
                 returned += [slots[s] for s in node.returned]
                 lengths.append(len(node.lengths))

@@ -44,7 +44,8 @@ class StepOnTiles(NamedTuple):
       combines: whether it combines the results of tiles.
       joins: whether it reads all tiles of arrays, and gives all of its results.
       identity: if it combines, the values of no tile; if it joins, what it reads of no tile.
-      rows_of: if it joins, for each read the position of the symbol of its rows; -1 if it has none.
+      rows_of: if it joins, for each read the position of the symbol of its rows, or that it is the
+        value of; -1 of others.
     """
 
     type: int
@@ -321,9 +322,8 @@ class TileTypes:
         self._joining[type_id] = joining
         count, more = len(program.operands), len(program.extents)
         lengths = range(count, count + more)
-        symbols = [
-            ragged.symbols.index(rows.symbol) for rows in program.operands if rows is not None
-        ]
+        of_tiles = [rows.symbol for rows in program.operands if rows is not None]
+        symbols = [ragged.symbols.index(name) for name in (*program.extents, *of_tiles)]
         zeros = [np.zeros(t.shape, t.dtype) for t in map(registry.value_types.__getitem__, tiles)]
         step = StepOnTiles(
             type_id,
@@ -334,7 +334,7 @@ class TileTypes:
             False,
             True,
             tuple(zeros),
-            (*[-1] * len(kinds), *symbols),
+            (*[-1] * len(operands[0]), *symbols),
         )
         slot = {r: count + more + k for k, r in enumerate(results)}
         return NodeOnTiles(

@@ -83,7 +83,8 @@ class TileTemplates:
       arity: int64[M], of each node.
       operand: int64[E], what nodes read. Combined ones have their parts twice: those of the left
         and those of the right. Joined ones have values without rows first.
-      joined_symbol: int64[E], by whose tiles joined nodes read an operand; -1 of other operands.
+      joined_symbol: int64[E], by whose tiles joined nodes read an operand, or whose value it is; -1
+        of other operands.
       inputs: of each instance, in order.
       input_kind, input_symbol: int64[I], of each input.
       identity: int64[M], where there is no tile, the first input in the place of a combined node,
@@ -217,7 +218,8 @@ class JoinedNodes(NamedTuple):
       room: int64[M], how many tiles they read of each array; 1 of other nodes.
       single_operands, single_results: int64[M], how many values there are ahead of tiles; 0 of
         other nodes.
-      num_tiles: int64[E], how many tiles there are of operands of nodes that join them.
+      num_tiles: int64[E], how many tiles there are of operands of nodes that join them, or of the
+        arrays that an operand is the length of.
     """
 
     node_type: np.ndarray
@@ -317,6 +319,7 @@ def repeat_nodes(
     if len(own):
         array = entry[own] - operand_begin[reader[entry[own]]]
         array -= joined.single_operands[reader[entry[own]]]
+        own, array = own[array >= 0], array[array >= 0]  # but for lengths
         of_input = (templates.identity + np.repeat(inputs, nodes))[reader[entry[own]]] + array
         read[own] = -1 - input_begin[of_input]
     combining = kind[reader] == COMBINED

@@ -171,6 +171,30 @@ def test_padding_reaches_no_derivative():
     check(fn, weights(), trees(3, sites=[1, 3, 9, 13]), rtol=3e-4)
 
 
+def test_rows_that_are_none_repeat_the_last_one():
+    """There a distance is 0, or what is left of an array, and its slope is no number.
+
+    Of 5 tiles the last one is read twice, with rows in it that are not the last.
+    """
+
+    @jedbatch.cell
+    def shares(x):
+        left = x.shape[0] - jnp.arange(x.shape[0])
+        return x / left.astype(x.dtype)[:, None]
+
+    def node(params, x):
+        n = x.shape[0]
+        squares = jnp.square(x[:, None] - x[None]).sum(-1) + jnp.eye(n, dtype=x.dtype)
+        return jnp.tanh(jnp.sqrt(squares) @ x / n)
+
+    states = recursive(node)
+    fn = lambda params, tree: shares(states(params, tree)).sum(0)  # noqa: E731
+    instances = trees(0, sites=[9, 12, 33, 36])
+    batched = check(fn, weights(), instances, rtol=3e-4)
+    names = {t.name for t in on_tiles(batched, instances).graph.types}
+    assert "node, 6 tiles" in names
+
+
 @pytest.mark.slow
 def test_nan_stays_in_its_instance():
     states = recursive(attention)
@@ -294,6 +318,20 @@ def test_scores_that_meet_on_the_way():
     batched = check(fn, weights(), leaves_of_any_length(2), rtol=3e-4)
     on_tiles(batched, leaves_of_any_length(2))
     compiles_nothing_late(batched, leaves_of_any_length)
+
+
+def test_results_as_long_as_nothing_that_is_read():
+    """A node that reads lengths alone has room for the tiles of its results."""
+
+    def mix(params, x, y):
+        table = jnp.ones((x.shape[0], y.shape[0]))
+        rows = y * table.sum(0)[:, None]
+        return jnp.tanh(x * table.sum(1)[:, None] @ params["w"] + rows.sum(0)[None] / 50)
+
+    fn = lambda params, tree: visited(mix, params, tree).sum(0)  # noqa: E731
+    instances = leaves_of_any_length(0)
+    batched = check(fn, weights(), instances, rtol=3e-4)
+    on_tiles(batched, instances)
 
 
 def test_whole_trees_do_not_become_nodes(monkeypatch):
