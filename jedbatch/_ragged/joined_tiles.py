@@ -113,7 +113,7 @@ class JoinedProgram:
         env: dict[Any, Array] = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
         env.update(zip(jaxpr.invars, shared, strict=False))
         without_rows = iter(singles)
-        repeats = tiles > 1 and (len(lengths) > 1 or tiles_joined(tiles - 1) == tiles)
+        repeats = tiles > 1 and (len(lengths) > 1 or tiles_joined(np.array(tiles - 1)) == tiles)
         own = jaxpr.invars[len(jaxpr.invars) - len(self.operands) :]
         for v, rows in zip(own, self.operands, strict=True):
             if rows is None:
