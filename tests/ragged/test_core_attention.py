@@ -18,9 +18,12 @@ from jedbatch._support import native
 close = functools.partial(assert_close, rtol=1e-5)
 CORE = native.core()
 LENGTHS = [3, 1, 18]
-pytestmark = pytest.mark.skipif(
-    CORE is None or "attention" not in CORE.xla_calls(), reason="the core has no attention"
-)
+pytestmark = [
+    pytest.mark.unoptimized,
+    pytest.mark.skipif(
+        CORE is None or "attention" not in CORE.xla_calls(), reason="the core has no attention"
+    ),
+]
 
 
 def rows(count, *shape, seed=0):

@@ -13,6 +13,8 @@ from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import flattened
 from jedbatch._ragged.softmax import NO_MASKS, find_softmax_masks
 
+pytestmark = pytest.mark.unoptimized
+
 N = make_symbol("n", export.SymbolicScope())
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(6, 4)), jnp.float32)
