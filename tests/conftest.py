@@ -115,16 +115,15 @@ MOST_MAPPINGS = (
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _freeze():
-    """Keeps what earlier modules compiled; searching it for garbage would take minutes in all.
+def _enough_mappings():
+    """Lets go what earlier modules compiled before XLA finds no memory to map, and crashes.
 
-    Unless there is so much of it that XLA would soon find no memory to map, and crash.
+    Nothing is frozen here: while it traces a cell the package does so itself. Where others have, it
+    counts what they froze for each cell, a tenth of a second where there are a million objects.
     """
     if mappings() > MOST_MAPPINGS:
-        gc.unfreeze()
         jax.clear_caches()
-    gc.collect()
-    gc.freeze()
+        gc.collect()
 
 
 def mappings():

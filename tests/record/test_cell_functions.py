@@ -407,7 +407,6 @@ def test_tracing_collects_no_older_garbage(frozen):
         gc.unfreeze()
         gc.collect()
         assert older() is None
-        gc.freeze()  # as for all tests of a module
     np.testing.assert_allclose(got, [P["w"], 2 * P["w"]])
 
 
