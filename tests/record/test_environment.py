@@ -14,6 +14,8 @@ import jedbatch
 from jedbatch._record import environment as _environment
 from jedbatch._record.environment import Environment
 
+pytestmark = pytest.mark.unoptimized
+
 XS = [1.0, 2.0]
 X = np.ones(3, np.float32)
 TABLE = {"w": jnp.arange(3.0)}

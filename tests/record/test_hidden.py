@@ -11,6 +11,8 @@ import jedbatch
 from jedbatch._record.hidden import MANY_TRACES
 from jedbatch.errors import RetracedCellWarning, SymbolicValueError
 
+pytestmark = pytest.mark.unoptimized
+
 CONTEXTS = []  # of parameters by the names of layers; the innermost last
 
 

@@ -2,9 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from cases.helpers import assert_close, check
 
 import jedbatch
+
+pytestmark = pytest.mark.unoptimized
 
 PARAMS = {name: jnp.array([k + 0.5, -1.0]) for k, name in enumerate("xyz")} | {"w": jnp.eye(2)}
 
