@@ -215,8 +215,8 @@ def test_many_types():
     """More than a table with a row for every set of types could index."""
     rng = np.random.default_rng(4)
     names = [str(i) for i in range(70)]
-    graphs = [Graph.from_dag(*random_dag(rng, 60, 70, most=2), names=names) for _ in range(6)]
-    fsm = learn(graphs, teachers=False, episodes=64)
+    graphs = [Graph.from_dag(*random_dag(rng, 60, 70, most=2), names=names) for _ in range(2)]
+    fsm = learn(graphs, teachers=False, episodes=16)
     whole = Graph.concatenate(graphs)
     found = schedule(whole, fsm)
     found.check(whole)
