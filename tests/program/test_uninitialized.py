@@ -16,8 +16,6 @@ from jedbatch._jaxpr.uninitialized import NAME, uninitialized
 from jedbatch._program import execute
 from jedbatch._support import native
 
-pytestmark = pytest.mark.unoptimized
-
 SIZE = 4
 TARGET = target_of(NAME)
 compiled = pytest.mark.skipif(native.core() is None, reason="no compiled core")
