@@ -1,5 +1,7 @@
 """Trees whose nodes hold arrays of any length."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,25 @@ def trees(seed, count=8, sites=SITES, least=2, most=7):
     rng = np.random.default_rng(seed)
     sizes = [(int(rng.integers(least, most)), int(rng.choice(sites))) for _ in range(count)]
     return [grown(rng, *size) for size in sizes]
+
+
+def pairs(seed, count=8, most=7, sites=(1, 4, 8, 11, 19)):
+    """Trees of pairs of arrays, of one length each."""
+    rng = np.random.default_rng(seed)
+
+    def leaf(n, m):
+        return tuple(rng.normal(size=(k, 4)).astype(np.float32) for k in (n, m))
+
+    sizes = [(int(rng.integers(2, most)), *rng.choice(sites, 2)) for _ in range(count)]
+    return [random_tree(rng, k, functools.partial(leaf, n, m)) for k, n, m in sizes]
+
+
+def met(node, params, tree):
+    """The pair of arrays at the root, where nodes make one of each two."""
+    if not isinstance(tree[0], tuple):
+        return tree
+    (x, y), (u, v) = (met(node, params, child) for child in tree)
+    return node(params, x + 0.5 * u, y - v)
 
 
 def on_tiles(batched, instances, params=None):

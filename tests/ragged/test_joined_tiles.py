@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.helpers import assert_close, check, mostly_slow, random_tree
-from cases.trees_of_rows import compiles_nothing_late, on_tiles, prune, trees, weights
+from cases.trees_of_rows import (
+    compiles_nothing_late,
+    met,
+    on_tiles,
+    pairs,
+    prune,
+    trees,
+    weights,
+)
 
 import jedbatch
 from jedbatch import testing
@@ -214,27 +222,10 @@ def meet(params, x, y):
     return x + jax.nn.softmax(x @ y.T) @ y, y @ params["w"] + jnp.cumsum(x, 0)[-1:]
 
 
-def pairs(seed, count=8, most=7, sites=(1, 4, 8, 11, 19)):
-    """Trees of pairs of arrays."""
-    rng = np.random.default_rng(seed)
-
-    def leaf(n, m):
-        return tuple(rng.normal(size=(k, 4)).astype(np.float32) for k in (n, m))
-
-    sizes = [(int(rng.integers(2, most)), *rng.choice(sites, 2)) for _ in range(count)]
-    return [random_tree(rng, k, functools.partial(leaf, n, m)) for k, n, m in sizes]
-
-
 @pytest.mark.slow
 def test_several_lengths():
     def fn(params, tree):
-        def visit(tree):
-            if not isinstance(tree[0], tuple):
-                return tree
-            (x, y), (u, v) = visit(tree[0]), visit(tree[1])
-            return meet(params, x + 0.5 * u, y - v)
-
-        x, y = visit(tree)
+        x, y = met(meet, params, tree)
         return x.sum(0) @ params["w"] + jnp.tanh(y).sum(0)
 
     batched = check(fn, weights(), pairs(0), rtol=3e-4)
@@ -248,13 +239,7 @@ def test_no_rows_of_one_of_two_arrays():
         return jnp.cumsum(x, axis=0) * y.sum(0)[None], jnp.cumsum(y, axis=0) + x.sum(0)[None]
 
     def fn(params, tree):
-        def visit(tree):
-            if not isinstance(tree[0], tuple):
-                return tree
-            (x, y), (u, v) = visit(tree[0]), visit(tree[1])
-            return sums(params, x + u @ params["w"], y - v)
-
-        x, y = visit(tree)
+        x, y = met(sums, params, tree)
         return x.sum() + y.sum(0)
 
     instances = pairs(1, sites=(0, 3, 9))

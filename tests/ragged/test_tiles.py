@@ -9,7 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.helpers import assert_close, assert_no_recompile, check, mostly_slow, random_tree
-from cases.trees_of_rows import SITES, compiles_nothing_late, on_tiles, prune, trees, weights
+from cases.trees_of_rows import (
+    SITES,
+    compiles_nothing_late,
+    met,
+    on_tiles,
+    pairs,
+    prune,
+    trees,
+    weights,
+)
 
 import jedbatch
 from jedbatch import testing
@@ -259,27 +268,12 @@ def meet(params, x, y):
 @pytest.mark.slow
 def test_several_lengths():
     def fn(params, tree):
-        def visit(tree):
-            if not isinstance(tree[0], tuple):
-                return tree
-            (x, y), (u, v) = visit(tree[0]), visit(tree[1])
-            return meet(params, x + 0.5 * u, y - v)
-
-        x, y = visit(tree)
+        x, y = met(meet, params, tree)
         return x.sum(0) @ params["w"] + y.max(0)
 
-    def made(seed, count=8, most=7):
-        rng = np.random.default_rng(seed)
-        found = []
-        for _ in range(count):
-            n, m = rng.choice([1, 4, 8, 11, 19], 2)
-            arrays = lambda: tuple(rng.normal(size=(k, 4)).astype(np.float32) for k in (n, m))  # noqa: B023, E731
-            found.append(random_tree(rng, int(rng.integers(2, most)), arrays))
-        return found
-
-    batched = check(fn, weights(), made(0), rtol=3e-4)
-    on_tiles(batched, made(0))
-    compiles_nothing_late(batched, made)
+    batched = check(fn, weights(), pairs(0), rtol=3e-4)
+    on_tiles(batched, pairs(0))
+    compiles_nothing_late(batched, pairs)
 
 
 def test_loops_and_lattices():

@@ -338,4 +338,5 @@ def test_recorders_are_released(monkeypatch):
     gc.collect()
     assert len(recorders) >= 3
     assert not [r for r in recorders if r() is not None]
-    assert not [x for x in gc.get_objects() if type(x).__name__ == "FastPath"]
+    kinds = {f"{type(x).__module__}.{type(x).__name__}" for x in gc.get_objects()}
+    assert "jedbatch._support.native_core.FastPath" not in kinds
