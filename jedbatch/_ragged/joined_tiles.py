@@ -42,7 +42,7 @@ def tiles_joined(counts: np.ndarray) -> np.ndarray:
     return np.where(counts <= fewer, fewer, powers)
 
 
-class Rows(NamedTuple):
+class RowAxis(NamedTuple):
     """The rows of an array.
 
     Attributes:
@@ -71,8 +71,8 @@ class JoinedProgram:
 
     closed: ClosedProgram
     extents: dict[str, AxisSize]
-    operands: tuple[Rows | None, ...]
-    results: tuple[Rows | None, ...]
+    operands: tuple[RowAxis | None, ...]
+    results: tuple[RowAxis | None, ...]
     nonempty: tuple[tuple[AxisSize, str], ...]
     makes_more: bool
     masks: SoftmaxMasks
@@ -176,8 +176,8 @@ def find_joined(closed: ClosedProgram, num_shared: int) -> JoinedProgram:
     )
 
 
-def _rows(v: Any) -> Rows | None:
+def _rows(v: Any) -> RowAxis | None:
     """Returns the rows of a variable; None if it has none."""
     for axis in ragged_axes(v.aval.shape):
-        return Rows(axis, str(v.aval.shape[axis]))
+        return RowAxis(axis, str(v.aval.shape[axis]))
     return None

@@ -17,7 +17,7 @@ import numpy as np
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._ragged.axis_rules import CannotMergeError
-from jedbatch._ragged.joined_tiles import JoinedProgram, Rows, find_joined
+from jedbatch._ragged.joined_tiles import JoinedProgram, RowAxis, find_joined
 from jedbatch._ragged.tile_reductions import TileRows
 from jedbatch._ragged.tile_steps import Combination, StepProgram, TileStep, find_steps
 from jedbatch._record.registry import Registry
@@ -363,7 +363,7 @@ def _padding(counts: np.ndarray, tile: int) -> float:
 
 
 def _by_rows(
-    values: Iterable[Any], rows: Sequence[Rows | None]
+    values: Iterable[Any], rows: Sequence[RowAxis | None]
 ) -> tuple[list[tuple[int, Any]], list[tuple[int, Any]]]:
     """Returns (number, value) of the values without rows, and of those with rows."""
     numbered = list(zip(enumerate(values), rows, strict=True))
