@@ -168,6 +168,7 @@ class _Joining:
         for node in nodes:
             for v in self.reads[node]:
                 read_by.setdefault(v, set()).add(node)
+        returned = set(outputs)
         units = []
         for members in order:
             if len(members) == 1:
@@ -175,7 +176,7 @@ class _Joining:
                 continue
             inside = set(members)
             made = (v for node in members for v in range(*self.value_ptr[node : node + 2]))
-            leaving = [v for v in made if v in outputs or not read_by.get(v, inside) <= inside]
+            leaving = [v for v in made if v in returned or not read_by.get(v, inside) <= inside]
             unit = self._joined(members, leaving)
             if unit is None:
                 return alone

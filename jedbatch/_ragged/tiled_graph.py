@@ -127,7 +127,7 @@ class TileTemplates:
         """int64[E], the node that reads each operand."""
         return np.repeat(np.arange(len(self.arity)), self.arity)
 
-    def of_symbols(self, values: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    def symbol_values(self, values: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
         """Returns values of the symbols of nodes and of operands, given those of each instance.
 
         Returns:
@@ -155,16 +155,16 @@ class TileTemplates:
           tiles: of so many rows.
           size: rows of a tile.
         """
-        num_tiles, _ = self.of_symbols(tiles)
+        num_tiles, _ = self.symbol_values(tiles)
         num_tiles = np.where(self.kind == JOINED, tiles_joined(num_tiles), num_tiles)
         on_tiles = (self.kind == BY_TILE) | (self.kind == JOINED)
-        exist = pointers(np.where(on_tiles, self.of_symbols(lengths)[0], 0))[self.node_ptr]
+        exist = pointers(np.where(on_tiles, self.symbol_values(lengths)[0], 0))[self.node_ptr]
         computed = pointers(np.where(on_tiles, num_tiles * size, 0))[self.node_ptr]
         return list(zip(np.diff(exist).tolist(), np.diff(computed).tolist(), strict=True))
 
     def joined(self, tiles: Sequence[Sequence[int]], types: TileTypes) -> "JoinedNodes":
         """Returns how nodes join tiles, given the tiles of the symbols of each instance."""
-        most, of_operands = self.of_symbols(tiles)
+        most, of_operands = self.symbol_values(tiles)
         (nodes,) = np.nonzero(self.kind == JOINED)
         room, guarded = np.ones(len(self.kind), np.int64), most == 0
         room[nodes] = tiles_joined(most[nodes])
@@ -176,7 +176,7 @@ class TileTemplates:
             own = nodes[which.ravel() == k]
             node_type[own] = types.joining(type_id, count, bool(none))
             singles[:, own] = np.array(types.singles[type_id])[:, None]
-        return JoinedNodes(node_type, room, singles[0], singles[1], of_operands)
+        return JoinedNodes(node_type, room, singles[0], singles[1], most, of_operands)
 
     @staticmethod
     def select(parts: Sequence[tuple["TileTemplates", int]]) -> "TileTemplates":
@@ -218,8 +218,10 @@ class JoinedNodes(NamedTuple):
       room: int64[M], how many tiles they read of each array; 1 of other nodes.
       single_operands, single_results: int64[M], how many values there are ahead of tiles; 0 of
         other nodes.
-      num_tiles: int64[E], how many tiles there are of operands of nodes that join them, or of the
-        arrays that an operand is the length of.
+      num_tiles: int64[M], how many tiles there are, of those that nodes join the most of an array;
+        1 of nodes that are there once.
+      operand_tiles: int64[E], how many there are of an operand of nodes that join them, or of the
+        array that an operand is the length of; 1 of other operands.
     """
 
     node_type: np.ndarray
@@ -227,6 +229,7 @@ class JoinedNodes(NamedTuple):
     single_operands: np.ndarray
     single_results: np.ndarray
     num_tiles: np.ndarray
+    operand_tiles: np.ndarray
 
 
 def repeat_nodes(
@@ -265,7 +268,7 @@ def repeat_nodes(
 
     # Nodes, and their results.
     kind, results = templates.kind, templates.results
-    num_tiles, _ = templates.of_symbols(tiles)
+    num_tiles = joined.num_tiles
     counts = np.where(kind == COMBINED, np.maximum(num_tiles - 1, 0), num_tiles)
     counts = np.where(kind == JOINED, 1, counts)
     width = results + (results - joined.single_results) * (joined.room - 1)  # values of a node
@@ -315,7 +318,7 @@ def repeat_nodes(
     bases, steps = located(operand)
     reader = np.repeat(np.arange(len(kind)), arity)
     read = bases[entry] + nth * steps[entry]
-    own = np.flatnonzero(joined.num_tiles[entry] == 0)
+    own = np.flatnonzero(joined.operand_tiles[entry] == 0)
     if len(own):
         array = entry[own] - operand_begin[reader[entry[own]]]
         array -= joined.single_operands[reader[entry[own]]]
@@ -377,5 +380,5 @@ def _joined_entries(
     array, tile = np.divmod(behind, joined.room[reader])
     entry = np.where(is_tile, joined.single_operands[reader] + array, position)
     entry += pointers(templates.arity)[reader]
-    last = np.maximum(joined.num_tiles[entry] - 1, 0)  # which is read again
+    last = np.maximum(joined.operand_tiles[entry] - 1, 0)  # which is read again
     return entry, np.where(is_tile, np.minimum(tile, last), 0)

@@ -274,7 +274,7 @@ def visited(mix, params, tree):
 
 
 def test_attention_without_a_cell():
-    """What reads and gives scores is one node; what it reads and gives are tiles."""
+    """Operations that read and give scores are one node, which reads and gives tiles."""
 
     def fn(params, tree):
         return jnp.sin(visited(attends_to, params, tree)).sum(0)
