@@ -26,7 +26,7 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._graph import analysis, serialize
 from jedbatch._graph.arguments import checked_names, checked_operands, checked_rows
-from jedbatch._graph.inputs import InputRows, bytes_of_inputs, types_and_counts
+from jedbatch._graph.inputs import InputRows, bytes_of_inputs, count_inputs
 from jedbatch._graph.invariants import check_invariants
 from jedbatch._graph.joining import INPUTS, NODES, OUTPUTS, bounds_of, join
 from jedbatch._graph.paths import longest_paths, pointers
@@ -274,7 +274,7 @@ class Graph:
 
     @functools.cached_property
     def num_inputs(self) -> int:
-        return sum(types_and_counts(self.inputs)[1])
+        return count_inputs(self.inputs)
 
     @functools.cached_property
     def operand_reader(self) -> Int64[np.ndarray, " E"]:

@@ -74,10 +74,14 @@ class InputColumns(Sequence[InputRows]):
 
     def _cut(self) -> Iterator[InputRows]:
         begin = [0] * len(self.columns)
-        for c, count in zip(self.column.tolist(), np.diff(self.ends).tolist(), strict=True):
+        for c, count in zip(self.column.tolist(), self._counts(), strict=True):
             end = begin[c] + count
             yield InputRows(self.types[c], self.columns[c][begin[c] : end])
             begin[c] = end
+
+    def _counts(self) -> list[int]:
+        """Returns how many inputs each part has."""
+        return (self.ends[1:] - self.ends[:-1]).tolist()
 
     def types_and_counts(self, first: int, last: int) -> tuple[list[ValueType], list[int]]:
         """Returns (types of the parts between two inputs, how many inputs each has)."""
@@ -101,9 +105,20 @@ class InputColumns(Sequence[InputRows]):
 def types_and_counts(inputs: Sequence[InputRows]) -> tuple[list[ValueType], list[int]]:
     """Returns (types of parts of inputs, how many inputs each has)."""
     if isinstance(inputs, InputColumns):
-        types = [inputs.types[c] for c in inputs.column.tolist()]
-        return types, np.diff(inputs.ends).tolist()
+        return [inputs.types[c] for c in inputs.column.tolist()], inputs._counts()
     return [part.type for part in inputs], list(map(len, inputs))
+
+
+def types_in_order(inputs: Sequence[InputRows]) -> tuple[list[ValueType], list[int]]:
+    """Returns the same, with parts joined where all are of one type."""
+    if isinstance(inputs, InputColumns) and len(inputs.types) == 1:
+        return [inputs.types[0]], [count_inputs(inputs)]
+    return types_and_counts(inputs)
+
+
+def count_inputs(inputs: Sequence[InputRows]) -> int:
+    """Returns how many inputs there are."""
+    return int(inputs.ends[-1]) if isinstance(inputs, InputColumns) else sum(map(len, inputs))
 
 
 def bytes_of_inputs(inputs: Sequence[InputRows]) -> int:

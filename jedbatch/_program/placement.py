@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.inputs import types_and_counts
+from jedbatch._graph.inputs import types_in_order
 from jedbatch._graph.paths import ranges
 from jedbatch._graph.types import LENGTH
 from jedbatch._jaxpr.storage import Kind, kinds_of, row_bytes, stored
@@ -128,7 +128,7 @@ class Placement:
         for kernel in kernels:
             for kind in kernel.kinds:
                 arenas.setdefault(kind, len(arenas))
-        types, counts = types_and_counts(graph.inputs)
+        types, counts = types_in_order(graph.inputs)
         kinds = kinds_of(types)
         for kind in (*kinds, *returned):
             arenas.setdefault(kind, len(arenas))

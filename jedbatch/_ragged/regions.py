@@ -108,7 +108,9 @@ class Call:
 
 def some_are_ragged(records: Iterable[Record]) -> bool:
     """Returns whether some of the records are `RaggedRecord`s: a look at their few classes."""
-    return any(issubclass(kind, RaggedRecord) for kind in set(map(type, records)))
+    kinds = set(map(type, records))
+    kinds.discard(Record)
+    return any(issubclass(kind, RaggedRecord) for kind in kinds)
 
 
 @dataclass(frozen=True, eq=False)

@@ -128,7 +128,7 @@ class _Guard(NamedTuple):
         if len(now) != len(self.found):
             return False
         if not self.weak:
-            return all(map(operator.is_, now, self.found))
+            return False not in map(operator.is_, now, self.found)
         return all(
             f is x or (type(f) is Weakly and f.ref() is x)
             for f, x in zip(self.found, now, strict=True)
@@ -153,7 +153,7 @@ class Reached(NamedTuple):
     @property
     def ways(self) -> dict[int, "AccessPath"]:
         """The way to each array, by its id."""
-        return {id(x): name for x, name in zip(self.arrays, self.names, strict=True)}
+        return dict(zip(map(id, self.arrays), self.names, strict=True))
 
 
 class AccessPath(NamedTuple):
@@ -250,8 +250,12 @@ class Environment:
         self._numbers.clear()
 
     def _is_same(self) -> bool:
-        is_complete = self._number > 0 and self._num_read == len(self._classes)
-        return is_complete and all(guard.holds() for guard in self._guards)
+        if not self._number or self._num_read != len(self._classes):
+            return False
+        for guard in self._guards:  # noqa: SIM110  # `all` of a generator takes twice as long
+            if not guard.holds():
+                return False
+        return True
 
     def _read(self) -> tuple[Hashable, tuple[Any, ...]]:
         walk = _Walk()
@@ -346,8 +350,10 @@ class _Walk:
 
     def _guard(self) -> None:
         """Guards what was visited."""
-        self.guards.append(_Guard.of(of_functions, self._functions))
-        self.guards.append(_Guard.of(of_cells, self._cells))
+        if self._functions:
+            self.guards.append(_Guard.of(of_functions, self._functions))
+        if self._cells:
+            self.guards.append(_Guard.of(of_cells, self._cells))
         self._guard_alike(of_dict, of_dicts, self._dicts)
         self._guard_alike(of_object, of_objects, self._plain)
         self._guard_alike(of_slots, of_all_slots, self._slotted)
@@ -363,7 +369,8 @@ class _Walk:
                 self.guards.append(guard)
             else:
                 alike.append(x)
-        self.guards.append(_Guard.of(read_all, alike))
+        if alike:
+            self.guards.append(_Guard.of(read_all, alike))
 
     def _add(
         self, thing: _Thing, how: str, keys: Any, values: Any, names: frozenset[str] = frozenset()

@@ -100,7 +100,8 @@ def trace(
             columns, outputs, ends = nodes.written()
             break
     try:
-        graph = finish(registry, columns, outputs, np.array(ends, np.int64).T)
+        flat = np.fromiter(itertools.chain.from_iterable(ends), np.int64)
+        graph = finish(registry, columns, outputs, flat.reshape(len(ends), -1).T)
     except OverflowError as error:
         raise _overflow(registry, columns, ends, numbers) or error from None
     if grouping is None and finished is not None:

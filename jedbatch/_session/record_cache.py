@@ -217,6 +217,16 @@ class RecordCache:
         if self.lengths.apart is None:
             self.with_arrays.keep(instances, records, arrays, self._learned)
 
+    def keep_new(self, keys: Sequence[Hashable], records: Sequence[Record]) -> None:
+        """Keeps records by keys that differ and are not known yet."""
+        self.by_key.add_new(keys, records, list(map(_bytes_of_record, keys, records)))
+
+    def keep_seen(self, instances: Sequence[Any], records: Sequence[Record]) -> None:
+        """Keeps records by the identity of instances that cannot change and are not known yet."""
+        pairs = list(zip(instances, records, strict=True))
+        keys = list(map(id, instances))
+        self.by_id.add_new(keys, pairs, list(map(_bytes_of_seen, keys, pairs)))
+
     @property
     def _learned(self) -> Hashable:
         """Changes whenever an instance with arrays may have another record than before."""

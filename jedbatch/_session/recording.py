@@ -172,13 +172,13 @@ class Recording:
                 records[i] = fresh[i if k is None else first[k]]
         _set_short_apart(cache, records, arrays, given)
         kept = [i for i, k in zip(new, keep, strict=True) if k and keys[i] is not None]
-        cache.by_key.add([(keys[i], records[i]) for i in kept])
+        cache.keep_new([keys[i] for i in kept], [records[i] for i in kept])
         if self.key is None and any(given) and len(kept) == len(new):
             cache.keep(subjects, records, arrays)
         if self.key is None:
             stay = set(itertools.compress(others, constant))  # and have an identity of their own
-            same = [(subjects[i], records[i]) for i in kept if i in stay and len(instances[i]) == 1]
-            cache.by_id.add([(id(pair[0]), pair) for pair in same])
+            same = [i for i in kept if i in stay and len(instances[i]) == 1]
+            cache.keep_seen([subjects[i] for i in same], [records[i] for i in same])
         return records, arrays, tracers, len(instances) - len(new)
 
     def _take_keys(

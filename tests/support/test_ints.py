@@ -94,3 +94,15 @@ def test_an_iterator_that_fails_adds_nothing():
     with pytest.raises(ZeroDivisionError):
         ints += (1 // x for x in (1, 0))
     assert_same(ints, items)
+
+
+def test_memory_of_lists_that_are_gone_belongs_to_one_list():
+    for count in (600, 5_000, 70_000, 600, 40_000):
+        several = [pair([k]) for k in range(6)]
+        for n in range(count):
+            for k, both in enumerate(several):
+                for x in both:
+                    x.append(n * (k + 1))
+        several = several[::2] + several[1::2]
+        for ints, items in several:
+            assert_same(ints, items)

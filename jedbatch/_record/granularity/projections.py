@@ -18,6 +18,7 @@ The twin in C of what is done to a graph is `_support/c/halves.c`.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -99,11 +100,11 @@ class Projections:
 
     def cut(self, records: Sequence[Record]) -> Sequence[Record]:
         """Returns the records of instances with nodes cut in two, where that pays."""
-        if any(type(r) is not Record for r in records):
+        if set(map(type, records)) != {Record}:
             return records
         graphs = {r.whole for r in records}
-        types = {t for graph in graphs for t in graph.present_types}
-        if not types - self._cuts.keys() and not any(self._cuts[t] for t in types):
+        types = set(itertools.chain.from_iterable([graph.present_types for graph in graphs]))
+        if self._cuts.keys() >= types and not any(map(self._cuts.get, types)):
             return records
         new = [graph for graph in graphs if graph not in self._graphs]
         if new:

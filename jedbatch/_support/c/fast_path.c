@@ -41,6 +41,7 @@ typedef struct {
     PyObject *call_specs, *references, *input_group, *counter; /* Ints; how many results there are */
     PyObject *input_value, *end, *python;
     PyObject *contents; /* the descriptor of `cell_contents` */
+    PyObject *of_ints;  /* what `numbers` has for ints, once it has it */
     /* Where slots are in objects of these classes, in bytes. */
     Py_ssize_t trace_at, index_at, type_at, closure_at;
     Py_ssize_t result_size, weak_at; /* of objects of the class of results; where weak references are */
@@ -304,9 +305,14 @@ look_at_input(FastPath *self, Call *call, PyObject *found, PyObject *value)
 static int
 look_at_number(FastPath *self, Call *call, PyObject *x)
 {
-    PyObject *found = PyDict_GetItemWithError(self->numbers, (PyObject *)Py_TYPE(x));
+    int is_int = PyLong_CheckExact(x);
+    PyObject *found = is_int ? self->of_ints : NULL;
+    if (found == NULL)
+        found = PyDict_GetItemWithError(self->numbers, (PyObject *)Py_TYPE(x));
     if (found == NULL)
         return PyErr_Occurred() ? -1 : 0;
+    if (is_int && self->of_ints == NULL)
+        self->of_ints = Py_NewRef(found);
     return look_at_input(self, call, Py_NewRef(found), Py_NewRef(x));
 }
 
@@ -892,7 +898,7 @@ next_instance(PyObject *object, PyObject *nothing)
     visit(recorder) visit(result) visit(cell) visit(known) visit(computed) visit(kept)            \
     visit(numbers) visit(arrays) visit(ndarray) visit(watched) visit(calls) visit(call_specs)     \
     visit(references) visit(input_group) visit(counter) visit(input_value) visit(end)             \
-    visit(python) visit(contents)
+    visit(python) visit(contents) visit(of_ints)
 
 static int
 traverse(PyObject *object, visitproc visit, void *arg)

@@ -8,14 +8,64 @@
 
 PyTypeObject *ints_type;
 
+/* Memory of lists that are gone, for those of the next recording, which grow as long as these: to
+ * grow step by step copies all of it, and fresh memory is mapped page by page. */
+#define NUM_SPARE 4
+#define FIRST_ROOM 512
+#define MAX_SPARE_ROOM (1 << 16)
+
+static struct {
+    int64_t *items;
+    Py_ssize_t room;
+} spare[NUM_SPARE];
+
+/* Swaps the memory of a list for a spare one with some room, the largest; 0 if there is none. */
+static int
+take_spare(Ints *ints, Py_ssize_t room)
+{
+    int best = 0;
+    for (int i = 1; i < NUM_SPARE; i++)
+        if (spare[i].room > spare[best].room)
+            best = i;
+    if (spare[best].room < room)
+        return 0;
+    int64_t *items = spare[best].items;
+    Py_ssize_t own = ints->room;
+    memcpy(items, ints->items, (size_t)ints->count * sizeof(int64_t));
+    ints->room = spare[best].room;
+    spare[best].items = ints->items;
+    spare[best].room = own;
+    ints->items = items;
+    return 1;
+}
+
+/* Keeps memory in place of the least that is kept, or lets go of it. */
+static void
+keep_spare(int64_t *items, Py_ssize_t room)
+{
+    int least = 0;
+    for (int i = 1; i < NUM_SPARE; i++)
+        if (spare[i].room < spare[least].room)
+            least = i;
+    if (room <= MAX_SPARE_ROOM && room > spare[least].room) {
+        int64_t *before = spare[least].items;
+        spare[least].items = items;
+        spare[least].room = room;
+        items = before;
+    }
+    free(items);
+}
+
 static int
 make_room(Ints *ints, Py_ssize_t more)
 {
     if (more <= ints->room - ints->count)
         return 0;
-    Py_ssize_t room = ints->room > 512 ? ints->room : 512;
+    Py_ssize_t room = ints->room > FIRST_ROOM ? ints->room : FIRST_ROOM;
     while (room - ints->count < more && room <= PY_SSIZE_T_MAX / 32)
         room *= 2;
+    if (ints->room >= FIRST_ROOM && take_spare(ints, room))
+        return 0;
     int64_t *items = NULL;
     if (room - ints->count >= more)
         items = realloc(ints->items, (size_t)room * sizeof(int64_t));
@@ -197,7 +247,7 @@ static void
 dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    free(((Ints *)object)->items);
+    keep_spare(((Ints *)object)->items, ((Ints *)object)->room);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }

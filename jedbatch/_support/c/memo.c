@@ -7,39 +7,20 @@
 
 enum { FIRST_WAYS = 64, FIRST_KNOWN = 64 };
 
-void
-init_words(Words *words)
-{
-    words->words = words->few;
-    words->count = 0;
-    words->room = FEW_WORDS;
-}
-
-void
-free_words(Words *words)
-{
-    if (words->words != words->few)
-        free(words->words);
-    init_words(words);
-}
-
 int
-push_word(Words *words, uintptr_t word)
+grow_words(Words *words)
 {
-    if (words->count == words->room) {
-        size_t size = 2 * (size_t)words->room * sizeof(uintptr_t);
-        int is_first = words->words == words->few;
-        uintptr_t *more = realloc(is_first ? NULL : words->words, size);
-        if (more == NULL) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        if (is_first)
-            memcpy(more, words->few, sizeof words->few);
-        words->words = more;
-        words->room *= 2;
+    size_t size = 2 * (size_t)words->room * sizeof(uintptr_t);
+    int is_first = words->words == words->few;
+    uintptr_t *more = realloc(is_first ? NULL : words->words, size);
+    if (more == NULL) {
+        PyErr_NoMemory();
+        return -1;
     }
-    words->words[words->count++] = word;
+    if (is_first)
+        memcpy(more, words->few, sizeof words->few);
+    words->words = more;
+    words->room *= 2;
     return 0;
 }
 
@@ -66,11 +47,18 @@ place_of(const Ways *ways, uint64_t hash, const uintptr_t *words, Py_ssize_t cou
 }
 
 Way *
-find_way(const Ways *ways, const Words *words)
+find_way(Ways *ways, const Words *words)
 {
     if (ways->count == 0)
         return NULL;
-    return *place_of(ways, hash_of(words), words->words, words->count);
+    uintptr_t place = words->words[0] >> 4;
+    Way **latest = &ways->latest[(place + (uintptr_t)words->count) % NUM_LATEST], *way = *latest;
+    if (way == NULL || way->count != words->count ||
+        memcmp(way->words, words->words, (size_t)words->count * sizeof *words->words) != 0)
+        way = *place_of(ways, hash_of(words), words->words, words->count);
+    if (way != NULL)
+        *latest = way;
+    return way;
 }
 
 Way *
@@ -133,7 +121,8 @@ int
 add_way(Ways *ways, Way *way)
 {
     if (2 * ways->count >= ways->room) {
-        Ways more = {NULL, ways->count, ways->room ? 2 * ways->room : FIRST_WAYS};
+        Ways more = *ways;
+        more.room = ways->room ? 2 * ways->room : FIRST_WAYS;
         more.slots = calloc(more.room, sizeof(Way *));
         if (more.slots == NULL) {
             PyErr_NoMemory();

@@ -7,6 +7,8 @@
 #ifndef JEDBATCH_MEMO_H
 #define JEDBATCH_MEMO_H
 
+#include <stdlib.h>
+
 #include "core.h"
 
 /* Numbers, at first in place. */
@@ -17,9 +19,32 @@ typedef struct {
     Py_ssize_t count, room;
 } Words;
 
-void init_words(Words *words);
-void free_words(Words *words);
-int push_word(Words *words, uintptr_t word); /* -1 with an error without memory */
+static inline void
+init_words(Words *words)
+{
+    words->words = words->few;
+    words->count = 0;
+    words->room = FEW_WORDS;
+}
+
+static inline void
+free_words(Words *words)
+{
+    if (words->words != words->few)
+        free(words->words);
+    init_words(words);
+}
+
+int grow_words(Words *words); /* -1 with an error without memory */
+
+static inline int
+push_word(Words *words, uintptr_t word) /* the same */
+{
+    if (words->count == words->room && grow_words(words) < 0)
+        return -1;
+    words->words[words->count++] = word;
+    return 0;
+}
 
 /* A way of calls: the words that tell it from others, and the call spec it leads to. `held` keeps
  * alive what words are the addresses of. */
@@ -36,12 +61,15 @@ typedef struct {
     uintptr_t words[];
 } Way;
 
+#define NUM_LATEST 16
+
 typedef struct {
     Way **slots;
     size_t count, room;
+    Way *latest[NUM_LATEST]; /* found last, by where their words begin and how many they are */
 } Ways;
 
-Way *find_way(const Ways *ways, const Words *words);
+Way *find_way(Ways *ways, const Words *words);
 Way *new_way(const Words *words); /* NULL with an error without memory */
 int add_way(Ways *ways, Way *way); /* takes it over, unless it fails: -1 without memory */
 void free_way(Way *way);
