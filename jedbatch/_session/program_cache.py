@@ -249,10 +249,6 @@ class ProgramCache:
 
         Of others the smallest comes first.
         """
-        if len(usable) == 1 and usable[0] not in self._reserved:
-            if fits(placed, usable[0], MAX_OVERSIZE):
-                yield usable[0]
-            return
         equal = {s for s in usable if placed.stacked and placed.returned == s.returned}
         order = lambda s: (s not in self._reserved, s not in equal, sum(s.lanes))  # noqa: E731
         for s in sorted(usable, key=order):
