@@ -9,7 +9,6 @@ it reads and then the numbers of its bodies; at last the literals among the resu
 """
 
 import functools
-import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,19 +19,15 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 
 from jedbatch._jaxpr.interpret import (
-    bodies_of,
     has_gradient,
     inner_programs,
-    interpret,
-    is_fixed,
     run_equation,
     run_with_bodies,
     value_of,
 )
-from jedbatch._jaxpr.versions import CALLS, Equation, consts_of, without_consts
+from jedbatch._jaxpr.versions import Equation, consts_of, without_consts
 from jedbatch._support.types import Array, Dtype
 
-PRODUCTS = ("mul", "integer_pow", "pow", "shift_left", "dot_general", "reduce_prod")
 MAX_ELEMENTS = 4096  # of a constant that may become an operand
 
 # Operations with bodies that can be traced again, and the names of their bodies.
@@ -103,7 +98,7 @@ def numbers_of(program: Any) -> Iterator[Number]:
     """Yields the numbers of a program, in order."""
     for const in consts_of(program):
         if is_number(const):
-            yield _number_in(const)
+            yield number_in(const)
     jaxpr = without_consts(program)
     for eqn in jaxpr.eqns:
         if reads_numbers(eqn):
@@ -113,7 +108,7 @@ def numbers_of(program: Any) -> Iterator[Number]:
     yield from map(_number, filter(is_literal, jaxpr.outvars))
 
 
-def _number_in(array: Any) -> Number:
+def number_in(array: Any) -> Number:
     return Number(np.asarray(array), bool(jax.typeof(array).weak_type))
 
 
@@ -188,110 +183,9 @@ def run_program(
     return [next_number(x.val) if is_literal(x) else value_of(x, env) for x in jaxpr.outvars]
 
 
-KeyOf = Callable[[Any], Any]
-
-
-def is_same_with(numbers: Sequence[Number], program: Any, constant: object, key: KeyOf) -> bool:
-    """Returns whether a program computes what another does that holds some numbers as constants.
-
-    Python may have taken another way where a number was no number but an operand. Programs count
-    as the same if their equations are, once those that depend on constants alone are evaluated.
-
-    Args:
-      numbers: the values of the last arguments of `program`.
-      program: takes the numbers as operands.
-      constant: the same function, traced with these numbers.
-      key: equal for equal parameters of operations.
-    """
-    known = list(map(literal, numbers))
-    (ours, num_products), (theirs, num_others) = (
-        _with_constants(program, known),
-        _with_constants(constant, []),
-    )
-    if num_products != num_others:  # those of Python do not overflow
-        return False
-    ours, theirs = _folded(ours, key), _folded(theirs, key)
-    return len(ours) == len(theirs) and all(
-        a[:-1] == b[:-1] and _all_close(a[-1], b[-1]) for a, b in zip(ours, theirs, strict=True)
-    )
-
-
 def literal(number: Number) -> Any:
     """A number as what JAX writes into programs as a literal, if it has no axes."""
     value, weak = number
     if value.ndim:
         return jax.numpy.asarray(value)
     return value.item() if weak else value[()]
-
-
-def _with_constants(program: Any, known: Sequence[Any]) -> tuple[Any, int]:
-    """The program without its last arguments, which are known; bodies hold what they read of it.
-
-    And how many products of known integers there are.
-    """
-    num_products = 0
-
-    def run(inner: Any, *args: Any) -> list[Any]:
-        return interpret(without_consts(inner), consts_of(inner), args, rule)
-
-    def rule(eqn: Equation, values: list[Any]) -> list[Any]:
-        nonlocal num_products
-        if eqn.primitive.name in BODIES and not is_fixed(eqn):
-            bodies = [functools.partial(run, body) for body in bodies_of(eqn)]
-            if eqn.primitive.name in CALLS:  # would pass constants on as arguments
-                return bodies[0](*values)
-            return run_with_bodies(eqn, bodies, values)
-        if eqn.effects or any(isinstance(x, Tracer) for x in values):
-            return run_equation(without_consts(program), eqn, values)
-        with jax.ensure_compile_time_eval():
-            results = run_equation(without_consts(program), eqn, values)
-        is_integer = results and jax.dtypes.issubdtype(results[0].dtype, np.integer)
-        num_products += bool(is_integer and eqn.primitive.name in PRODUCTS)
-        return [literal(_number_in(x)) if is_number(x) else x for x in results]
-
-    types = program.in_avals[: len(program.in_avals) - len(known)]
-    return jax.make_jaxpr(lambda *args: run(program, *args, *known))(*types), num_products
-
-
-def _folded(program: Any, key: KeyOf) -> list[tuple]:
-    """The equations of a program and its results, what is constant evaluated.
-
-    Each as (operation, its parameters, names of what it reads, constants that it reads), followed
-    by those of its bodies.
-    """
-    jaxpr = without_consts(program)
-    values = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
-    names: dict[Any, int] = {v: k for k, v in enumerate(jaxpr.invars)}
-
-    def entry(operation: object, atoms: Sequence[Any]) -> tuple:
-        read = tuple(names.get(x) if not isinstance(x, Literal) else None for x in atoms)
-        constants = [value_of(x, values) for x, n in zip(atoms, read, strict=True) if n is None]
-        return operation, read, constants
-
-    entries = []
-    for eqn in jaxpr.eqns:
-        atoms = eqn.invars
-        if not eqn.effects and all(isinstance(x, Literal) or x in values for x in atoms):
-            constants = [value_of(x, values) for x in atoms]
-            values.update(zip(eqn.outvars, run_equation(jaxpr, eqn, constants), strict=True))
-            continue
-        bodies = traced_bodies(eqn.primitive.name, eqn.params)
-        inside = BODIES[eqn.primitive.name] if bodies else ()
-        others = {name: x for name, x in eqn.params.items() if name not in inside}
-        entries.append(entry((eqn.primitive, key(others)), atoms))
-        for body in bodies:
-            entries += _folded(body, key)
-        names.update(zip(eqn.outvars, itertools.count(len(names)), strict=False))
-    return [*entries, entry("results", jaxpr.outvars)]
-
-
-def _all_close(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Returns whether constants are equal but for the last bits; random keys must be the same."""
-    for a, b in zip(ours, theirs, strict=True):
-        if a is b:
-            continue
-        if not (is_number(a) or np.ndim(a) == 0) or np.shape(a) != np.shape(b):
-            return False
-        if not np.allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=0, equal_nan=True):
-            return False
-    return True

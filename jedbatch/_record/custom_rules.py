@@ -158,7 +158,7 @@ class CustomFunctions:
                 name = eqn.primitive.name
                 if name in RULES_OF:
                     return self._as_programs(inner, eqn, values, is_weight)
-                if name not in BODIES or is_fixed(eqn) or not _has_calls(eqn):
+                if name not in BODIES or is_fixed(eqn) or not has_calls(name, eqn.params):
                     return run_equation(inner, eqn, values)
                 bodies = [functools.partial(run, body) for body in bodies_of(eqn)]
                 if name == "jit":
@@ -219,9 +219,9 @@ def _calls(program: Any) -> Iterator[Any]:
             yield from _calls(body)
 
 
-def _has_calls(eqn: Any) -> bool:
-    bodies = traced_bodies(eqn.primitive.name, eqn.params)
-    return any(next(_calls(body), None) is not None for body in bodies)
+def has_calls(name: str, params: Mapping[str, Any]) -> bool:
+    """Returns whether functions with rules are called in the bodies of an operation."""
+    return any(next(_calls(body), None) is not None for body in traced_bodies(name, params))
 
 
 def record_custom(

@@ -8,11 +8,12 @@
 JAX keeps the rule as Python, and runs it when somebody differentiates. In a plain loop `bound` is
 still there by then; of a cell, which is traced, it is gone. So while a cell is traced, functions of
 which something reads a traced value are traced with their rules (see `custom_rules`), and what they
-read of the cell is an operand of their programs. Everything else is handed on as it is.
+read of the cell is an operand of their programs. Everything else is handed on as it is, unless
+traced cells are to be compared: then all functions with rules are programs.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,6 +25,7 @@ from jedbatch._record.custom_rules import (
     CustomFunctions,
     calling_with_forward_rule,
     calling_with_reverse,
+    has_calls,
     note_run,
     reads_tracers_inside,
 )
@@ -38,13 +40,15 @@ class RulesAsPrograms(Trace):
     Args:
       inner: the trace.
       registry: has what is reached.
+      all_rules: whether other functions with rules are handed on as programs, too.
     """
 
-    def __init__(self, inner: Any, registry: Any):
+    def __init__(self, inner: Any, registry: Any, all_rules: bool):
         super().__init__()
         self.requires_low = inner.requires_low
         self.inner = inner
         self.registry = registry
+        self.all_rules = all_rules
 
     def __getattr__(self, name: str) -> Any:  # what some operations ask of the trace
         return getattr(self.inner, name)
@@ -54,7 +58,7 @@ class RulesAsPrograms(Trace):
 
     def process_primitive(self, primitive, tracers, params, /):
         name = primitive.name
-        if name not in BODIES or not reads_tracers_inside(name, params):
+        if name not in BODIES or not self._opens(name, params):
             return self.inner.process_primitive(primitive, tracers, params)
 
         def call(*values):
@@ -65,6 +69,10 @@ class RulesAsPrograms(Trace):
             custom = CustomFunctions(Keys(), self.registry.variants)
             out = custom.run_opened(call, tracers, self._is_reached)
         return out if primitive.multiple_results else out[0]
+
+    def _opens(self, name: str, params: Mapping[str, Any]) -> bool:
+        """Returns whether functions with rules in the bodies of an operation become programs."""
+        return reads_tracers_inside(name, params) or (self.all_rules and has_calls(name, params))
 
     def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, *, symbolic_zeros):
         call = calling_with_forward_rule(primitive, fun, jvp, symbolic_zeros=symbolic_zeros)
@@ -81,7 +89,7 @@ class RulesAsPrograms(Trace):
         keys = Keys()  # of this function alone: they hold traced values
         programs = custom_programs(functions, call, args, self._is_captured, keys.rule_key)
         with set_current_trace(self.inner):
-            if programs is None or not programs.holds_tracers:
+            if programs is None or not (self.all_rules or programs.holds_tracers):
                 return call(*args)
             note_run(functions[0], args)
             return programs.operation()(*programs.captured, *args)
@@ -94,7 +102,12 @@ class RulesAsPrograms(Trace):
 
 
 @contextlib.contextmanager
-def rules_as_programs(registry: Any) -> Iterator[None]:
-    """Inside, a cell is traced whose functions with rules may read its values."""
-    with take_current_trace() as inner, set_current_trace(RulesAsPrograms(inner, registry)):
-        yield
+def rules_as_programs(registry: Any, all_rules: bool) -> Iterator[None]:
+    """Inside, a cell is traced whose functions with rules may read its values.
+
+    For arguments see `RulesAsPrograms`.
+    """
+    with take_current_trace() as inner:
+        trace = RulesAsPrograms(inner, registry, all_rules)
+        with set_current_trace(trace):
+            yield

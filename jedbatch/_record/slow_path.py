@@ -19,7 +19,8 @@ from jedbatch import checks
 from jedbatch._graph.operations import CallSpec
 from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import tree_key, typed_or_same
-from jedbatch._jaxpr.numbers import Number, is_same_with
+from jedbatch._jaxpr.numbers import Number
+from jedbatch._jaxpr.same_programs import has_rules, has_same_rules_with, is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
 from jedbatch._record.asking import Asked, noting_whether_it_asks
 from jedbatch._record.cell import Cell, pause, spelled, static_options
@@ -102,15 +103,24 @@ def _reads_no_number(
     objects = objects_by_identity(cell.fn)
     if not registry.lifting.is_new(call_spec.id, numbers, objects):
         return not registry.lifting.is_apart(call_spec.id, numbers)
-    constant = _prepared(recorder, cell, args, static, {})
-    assert constant is not None
+
+    def traced(lifted: Mapping[int, Number], all_rules: bool) -> tuple[Any, PyTreeDef]:
+        found = _prepared(recorder, cell, args, static, lifted, all_rules)
+        assert found is not None
+        parts = found.call, found.shared, found.kinds
+        program, tree, _ = registry.trace(cell.name, *parts, alone=False)
+        return program, tree
+
     program = operation_of(registry.node_types[call_spec.node_type]).jaxpr
-    traced = constant.call, constant.shared, constant.kinds
-    other, tree, _ = registry.trace(cell.name, *traced, alone=False)
+    constant, tree = traced({}, all_rules=False)
+    key = registry.keys.params_key
     with pause(), jax.ensure_compile_time_eval():
-        same = tree == (call_spec.tree or jax.tree.structure(0)) and is_same_with(
-            numbers, program, other, registry.keys.params_key
-        )
+        same = tree == (call_spec.tree or jax.tree.structure(0))
+        if same and not is_same_with(numbers, program, constant, key):
+            same = has_rules(program)  # which may read the numbers
+            if same:
+                ours, theirs = (traced(x, all_rules=True)[0] for x in (lifted, {}))
+                same = has_same_rules_with(numbers, ours, theirs, key)
     if same:
         registry.lifting.note_compared(call_spec.id, numbers, objects)
     return same
@@ -157,13 +167,17 @@ def _prepared(
     args: tuple,
     static: dict,
     lifted: Mapping[int, Number],
+    all_rules: bool = False,
 ) -> PreparedCall | None:
-    """Returns a call of a cell; None if it is not ours to record. For arguments see below."""
+    """Returns a call of a cell; None if it is not ours to record. For arguments see below.
+
+    With `all_rules`, functions with derivative rules in it are traced with their rules.
+    """
     fn = cell.fn
     options = static_options(cell, static)
     captured = {k: x for k, x in enumerate(held_values(fn)) if isinstance(x, Tracer)}
     captured |= {k: recorder.number(x) for k, x in lifted.items()}
-    places = sorted(captured)
+    places = list(captured)  # of numbers at last
     from_closure = [captured[k] for k in places]
     leaves, tree = flatten((args, from_closure), f"an argument of cell `{cell.name}`")
     leaves = [as_number(leaf) for leaf in leaves]
@@ -189,7 +203,7 @@ def _prepared(
         if lifted or any(map(holds_traced, objects)):
             watched = noting_whether_it_asks(asked, bool(objects))
         try:
-            with rules_as_programs(recorder.registry), watched:
+            with rules_as_programs(recorder.registry, all_rules), watched:
                 return with_held_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
         except Exception as error:
             note_call(error, cell.name, fn, args, static)

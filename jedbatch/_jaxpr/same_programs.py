@@ -1,0 +1,249 @@
+"""Whether programs compute the same, one of which takes numbers that the other one holds.
+
+Python may take another way where a number is no number but an operand. So a function is traced in
+both ways, and the programs count as the same if their equations are, once those that depend on
+constants alone are evaluated.
+
+A derivative rule of the user's (`jax.custom_vjp`, `jax.custom_jvp`) says what no equation of a
+program does. So where programs have some, their derivatives must be the same as well, and those of
+these: they run the rules.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import Literal
+
+from jedbatch._jaxpr.interpret import (
+    bodies_of,
+    has_gradient,
+    interpret,
+    is_fixed,
+    performs,
+    run_equation,
+    run_with_bodies,
+    used_variables,
+    value_of,
+)
+from jedbatch._jaxpr.numbers import BODIES, Number, is_number, literal, number_in, traced_bodies
+from jedbatch._jaxpr.versions import CALLS, RULES_OF, Equation, consts_of, without_consts
+
+PRODUCTS = ("mul", "integer_pow", "pow", "shift_left", "dot_general", "reduce_prod")
+MAX_DERIVATIVES = 3  # of programs with rules, each of the one before
+
+KeyOf = Callable[[Any], Any]
+
+
+def has_rules(program: Any) -> bool:
+    """True of programs with functions that have derivative rules, however deep inside."""
+    return performs(program, *RULES_OF)
+
+
+def is_same_with(numbers: Sequence[Number], program: Any, constant: Any, key: KeyOf) -> bool:
+    """Returns whether a program computes what another does that holds some numbers as constants.
+
+    Args:
+      numbers: the values of the last arguments of `program`.
+      program: takes the numbers as operands.
+      constant: the same function, traced with these numbers.
+      key: equal for equal parameters of operations.
+    """
+    known = list(map(literal, numbers))
+    return _are_same(_with_constants(program, known), _with_constants(constant), key)
+
+
+def has_same_rules_with(numbers: Sequence[Number], program: Any, constant: Any, key: KeyOf) -> bool:
+    """Returns the same of programs with derivative rules, whose derivatives are compared instead.
+
+    They are those in reverse. A rule for forward mode mostly calls its function again, so
+    derivatives beyond the third are not compared.
+    """
+    known = list(map(literal, numbers))
+    has_integers = any(x.value.dtype.kind in "iu" for x in numbers)
+    ours, _ = _with_constants(program, known)
+    theirs, _ = _with_constants(constant)
+    for order in range(MAX_DERIVATIVES + 1):
+        if order:
+            ours, theirs = _pulled_back(ours), _pulled_back(theirs)
+        if ours is None or theirs is None:
+            return order > 1 and ours is theirs  # there is a derivative in reverse, but no second
+        if not _are_same(_apart(ours), _apart(theirs), key):
+            return False
+        if order and has_integers:  # of what is known already, JAX has taken the products
+            program = _pulled_back(program, len(known))
+            if _apart(program, known)[1]:
+                return False
+        if not (has_rules(ours) or has_rules(theirs)):
+            break
+    return True
+
+
+def _are_same(ours: tuple[Any, int], theirs: tuple[Any, int], key: KeyOf) -> bool:
+    """Returns whether programs are the same, each with its number of products of integers."""
+    if ours[1] != theirs[1]:  # those of Python do not overflow
+        return False
+    entries = _folded(ours[0], key), _folded(theirs[0], key)
+    return len(entries[0]) == len(entries[1]) and all(
+        a[:-1] == b[:-1] and _all_close(a[-1], b[-1]) for a, b in zip(*entries, strict=True)
+    )
+
+
+def _pulled_back(program: Any, num_fixed: int = 0) -> Any | None:
+    """The program of cotangents of its arguments, of the arguments and cotangents of its results.
+
+    Arguments and results without a gradient have no cotangents, nor do the last `num_fixed`
+    arguments, which come last. None if there is no derivative: where a rule decides on the numbers,
+    or in reverse.
+    """
+    types = program.in_avals
+    num_free = len(types) - num_fixed
+    moves = [has_gradient(t.dtype) and k < num_free for k, t in enumerate(types)]
+    has_slope = [has_gradient(t.dtype) for t in program.out_avals]
+
+    def reverse(free: Sequence[Any], slopes: Sequence[Any], fixed: Sequence[Any]) -> Sequence[Any]:
+        args = [*free, *fixed]
+
+        def of_moving(*moving: Any) -> list[Any]:
+            rest = iter(moving)
+            values = [next(rest) if m else x for x, m in zip(args, moves, strict=True)]
+            results = jax.core.eval_jaxpr(without_consts(program), consts_of(program), *values)
+            return list(itertools.compress(results, has_slope))
+
+        return jax.vjp(of_moving, *itertools.compress(args, moves))[1](list(slopes))
+
+    slopes = list(itertools.compress(program.out_avals, has_slope))
+    try:
+        return jax.make_jaxpr(reverse)(types[:num_free], slopes, types[num_free:])
+    except Exception:
+        return None
+
+
+def _with_constants(
+    program: Any, known: Sequence[Any] = (), with_rules: bool = True
+) -> tuple[Any, int]:
+    """The program without its last arguments, which are known; bodies hold what they read of it.
+
+    And how many products of known integers there are. Functions are there `with_rules` that they
+    have, or replaced by what they compute.
+    """
+    num_products = 0
+
+    def run(inner: Any, *args: Any) -> list[Any]:
+        return interpret(without_consts(inner), [*map(_known, consts_of(inner))], args, rule)
+
+    def rule(eqn: Equation, values: list[Any]) -> list[Any]:
+        nonlocal num_products
+        name = eqn.primitive.name
+        if not with_rules and name in RULES_OF:
+            return run(eqn.params[CALLS[name]], *values)
+        if name in BODIES and not is_fixed(eqn):
+            bodies = [functools.partial(run, body) for body in bodies_of(eqn)]
+            if name in CALLS:  # would pass constants on as arguments
+                return bodies[0](*values)
+            if name == "cond":
+                return run_with_bodies(eqn, *_closing_over_known(bodies, values))
+            return run_with_bodies(eqn, bodies, values)
+        if eqn.effects or any(isinstance(x, Tracer) for x in values):
+            return run_equation(without_consts(program), eqn, values)
+        with jax.ensure_compile_time_eval():
+            results = run_equation(without_consts(program), eqn, values)
+        is_integer = results and jax.dtypes.issubdtype(results[0].dtype, np.integer)
+        num_products += bool(is_integer and name in PRODUCTS)
+        return [*map(_known, results)]
+
+    types = program.in_avals[: len(program.in_avals) - len(known)]
+    return jax.make_jaxpr(lambda *args: run(program, *args, *known))(*types), num_products
+
+
+_apart = functools.partial(_with_constants, with_rules=False)
+
+
+def _known(x: Any) -> Any:
+    """A constant, as a literal if it is a number."""
+    return literal(number_in(x)) if is_number(x) else x
+
+
+def _closing_over_known(
+    branches: Sequence[Callable], values: Sequence[Any]
+) -> tuple[list[Callable], list[Any]]:
+    """Branches without the arguments that are known, which they close over, and other operands."""
+    choice, *args = values
+    is_known = [not isinstance(x, Tracer) for x in args]
+
+    def closed(branch: Callable, *unknown: Any) -> Any:
+        rest = iter(unknown)
+        return branch(
+            *(x if known else next(rest) for x, known in zip(args, is_known, strict=True))
+        )
+
+    others = [x for x, known in zip(args, is_known, strict=True) if not known]
+    return [functools.partial(closed, branch) for branch in branches], [choice, *others]
+
+
+def _folded(program: Any, key: KeyOf) -> list[tuple]:
+    """The equations of a program that results depend on, and these, what is constant evaluated.
+
+    Each as (operation, its parameters, names of what it reads, constants that it reads), followed
+    by those of its bodies.
+    """
+    jaxpr = without_consts(program)
+    values = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
+    names: dict[Any, int] = {v: k for k, v in enumerate(jaxpr.invars)}
+
+    def entry(operation: object, atoms: Sequence[Any]) -> tuple:
+        read = tuple(names.get(x) if not isinstance(x, Literal) else None for x in atoms)
+        constants = [value_of(x, values) for x, n in zip(atoms, read, strict=True) if n is None]
+        return operation, read, constants
+
+    entries = []
+    used = used_variables(jaxpr)
+    for eqn in jaxpr.eqns:
+        atoms = eqn.invars
+        if not eqn.effects and used.isdisjoint(eqn.outvars):
+            continue
+        if not eqn.effects and all(isinstance(x, Literal) or x in values for x in atoms):
+            constants = [value_of(x, values) for x in atoms]
+            values.update(zip(eqn.outvars, run_equation(jaxpr, eqn, constants), strict=True))
+            continue
+        if (same := _same_but_for_zero(eqn, values)) is not None:
+            names[eqn.outvars[0]] = names[same]
+            continue
+        bodies = traced_bodies(eqn.primitive.name, eqn.params)
+        inside = BODIES[eqn.primitive.name] if bodies else ()
+        others = {name: x for name, x in eqn.params.items() if name not in inside}
+        entries.append(entry((eqn.primitive, key(others)), atoms))
+        for body in bodies:
+            entries += _folded(body, key)
+        names.update(zip(eqn.outvars, itertools.count(len(names)), strict=False))
+    return [*entries, entry("results", jaxpr.outvars)]
+
+
+def _same_but_for_zero(eqn: Equation, values: dict[Any, Any]) -> Any:
+    """The variable to which an equation adds zeros that are constant; None if it does not.
+
+    Our functions with rules add slopes of what the rule closes over.
+    """
+    if eqn.primitive.name not in ("add", "add_any"):
+        return None
+    constant = [isinstance(x, Literal) or x in values for x in eqn.invars]
+    if sum(constant) != 1 or np.any(value_of(eqn.invars[constant.index(True)], values)):
+        return None
+    other = eqn.invars[constant.index(False)]
+    return other if other.aval.shape == eqn.outvars[0].aval.shape else None
+
+
+def _all_close(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Returns whether constants are equal but for the last bits; random keys must be the same."""
+    for a, b in zip(ours, theirs, strict=True):
+        if a is b:
+            continue
+        if not (is_number(a) or np.ndim(a) == 0) or np.shape(a) != np.shape(b):
+            return False
+        if not np.allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=0, equal_nan=True):
+            return False
+    return True
