@@ -15,12 +15,25 @@ import types
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.core import Tracer
 
 from jedbatch._jaxpr.identity import Same, attribute_names, is_frozen, typed_or_same
 from jedbatch._jaxpr.versions import is_program, wrapped_by_jax
 from jedbatch._support.native import function_types
+
+# Of a function with a derivative rule: the attributes that have it and the rule.
+FUNCTIONS_OF_RULES: Mapping[type, tuple[str, ...]] = {
+    jax.custom_jvp: ("fun", "jvp"),
+    jax.custom_vjp: ("fun", "fwd", "bwd"),
+}
+
+
+def functions_with_rules(x: object) -> list[Any] | None:
+    """Returns a function with a derivative rule and its rule; None of anything else."""
+    names = FUNCTIONS_OF_RULES.get(type(x))
+    return None if names is None else [getattr(x, name) for name in names]
 
 
 def cell_of(x: object) -> Any:
@@ -51,6 +64,7 @@ def reachable_cells(fn: object) -> tuple[types.CellType, ...]:
             stack += [x.func, *x.args, *x.keywords.values()]
         elif isinstance(x, types.MethodType):
             stack.append(x.__func__)
+        stack += functions_with_rules(x) or ()
         stack += getattr(x, "__defaults__", None) or ()
         for c in getattr(x, "__closure__", None) or ():
             if id(c) not in cells:
@@ -91,7 +105,7 @@ def function_identity(
     return _identity(fn, ways, program_key, [])
 
 
-_FUNCTIONS = (*function_types(), types.MethodType, functools.partial)
+_FUNCTIONS = (*function_types(), types.MethodType, functools.partial, *FUNCTIONS_OF_RULES)
 
 
 def _identity(
@@ -135,6 +149,9 @@ def _identity(
         defaults = "defaults", *(value.__defaults__ or ()), *keywords
         parts = *free_values(value), *defaults, *_attributes(value)
         return value.__code__, Same(value.__globals__), *each(parts)
+    if type(value) in FUNCTIONS_OF_RULES:
+        own = (named for named in _attributes(value) if named[0] not in _OF_EVERY_FUNCTION)
+        return type(value), *each(own)
     if (wrapped := wrapped_by_jax(value)) is not None:
         return type(value), *each(wrapped)
     if isinstance(value, tuple | list) and not isinstance(value, enum.Enum):
@@ -148,6 +165,9 @@ def _identity(
         names = attribute_names(value)
         return kind, *names, *each(getattr(value, name) for name in names)
     return typed_or_same(value)
+
+
+_OF_EVERY_FUNCTION = frozenset(functools.WRAPPER_ASSIGNMENTS)
 
 
 def _attributes(fn: Any) -> list[tuple[str, Any]]:

@@ -50,7 +50,7 @@ from jedbatch._jaxpr.identity import (
     typed,
     typed_or_same,
 )
-from jedbatch._record.closures import cell_of, code_names, is_installed
+from jedbatch._record.closures import FUNCTIONS_OF_RULES, cell_of, code_names, is_installed
 from jedbatch._record.readers import (
     attribute,
     of_all_slots,
@@ -581,8 +581,7 @@ _PARTS: dict[Any, list[str]] = {
     functools.cached_property: ["func"],
     staticmethod: ["__func__"],
     classmethod: ["__func__"],
-    jax.custom_jvp: ["fun", "jvp"],
-    jax.custom_vjp: ["fun", "fwd", "bwd"],
+    **{kind: list(names) for kind, names in FUNCTIONS_OF_RULES.items()},
 }
 _OF_EVERY_CELL = frozenset({*functools.WRAPPER_ASSIGNMENTS, "__wrapped__", "cell"})
 _MAKE_OR_SHOW = frozenset(

@@ -22,7 +22,13 @@ from jax.core import Tracer
 
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.versions import static_arguments
-from jedbatch._record.closures import cell_of, free_values, is_installed
+from jedbatch._record.closures import (
+    FUNCTIONS_OF_RULES,
+    cell_of,
+    free_values,
+    functions_with_rules,
+    is_installed,
+)
 from jedbatch._record.instance_arrays import has_attributes_only, plain_fields, reads_its_dict
 
 MAX_PARTS = 256  # of containers and objects that one function holds, to be looked into
@@ -43,7 +49,7 @@ def _parts_of_function(x: Any) -> list[Any] | None:
         return [*free_values(x), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
     if type(x) is JITTED and hasattr(x, "__wrapped__"):
         return [x.__wrapped__]
-    return None
+    return functions_with_rules(x)
 
 
 def _parts_of_container(x: Any) -> list[Any] | None:
@@ -201,6 +207,10 @@ def with_held_values(
             made.__dict__.update(x.__dict__)
             copies[id(x)] = made  # it may call itself
             _fill(x, made, copied_parts(x))
+        elif kind in FUNCTIONS_OF_RULES:
+            made = copies[id(x)] = object.__new__(kind)  # its rules may call it
+            made.__dict__.update(x.__dict__)
+            made.__dict__.update(zip(FUNCTIONS_OF_RULES[kind], copied_parts(x), strict=True))
         elif kind in (list, dict):
             made = copies[id(x)] = kind()
             if kind is list:

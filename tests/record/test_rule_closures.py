@@ -304,6 +304,129 @@ def test_rules_in_cells_read_what_the_cell_gets(fn):
         assert_close(second(ours), second(loop), 2e-5)
 
 
+# --- cells that are made over a number ---
+
+
+class Scaled:
+    """A function whose gradient is of another scale, as an object."""
+
+    def __init__(self, t):
+        self.t = t
+        self.f = jax.custom_vjp(self.value)
+        self.f.defvjp(lambda y: (self.f(y), None), self.back)
+
+    def value(self, y):
+        return y * self.t
+
+    def back(self, _, slope):
+        return (slope * self.t**3,)
+
+
+def made_inside(fn):
+    return lambda t: jedbatch.cell(lambda w, x: fn.__wrapped__(w, x, t))
+
+
+def made_with(t):
+    f = jax.custom_vjp(lambda y: jnp.tanh(y * t))
+    f.defvjp(lambda y: (f(y), y), lambda y, s: (s * t * y,))
+    return jedbatch.cell(lambda w, x: jax.nn.relu(f(x @ w)) + t)
+
+
+def made_with_two_rules(t):
+    inner = jax.custom_vjp(lambda y: y * t)
+    inner.defvjp(lambda y: (inner(y), None), lambda _, s: (s * t**2,))
+    outer = jax.custom_jvp(lambda y: inner(y) + t)
+    outer.defjvp(lambda y, s: (outer(y[0]), inner(y[0]) * s[0]))
+    return jedbatch.cell(lambda w, x: outer(x @ w) + inner(x))
+
+
+def made_with_an_object(t):
+    scaled = Scaled(t)
+    return jedbatch.cell(lambda w, x: scaled.f(x @ w))
+
+
+def made_beside_a_number(t):
+    f = jax.custom_vjp(lambda y: jnp.tanh(y))
+    f.defvjp(lambda y: (f(y), y), lambda y, s: (3 * s * y,))
+    return jedbatch.cell(lambda w, x: lax.cond(x[0] > 0, lambda y: t * f(y @ w), jnp.sin, x))
+
+
+MADE_OVER = [
+    *(made_inside(fn) for fn in (clipped_in_a_cell, calling_itself_in_a_cell)),
+    *(made_inside(fn) for fn in (in_a_loop_of_a_cell, in_a_branch_of_a_cell)),
+    made_with,
+    made_with_two_rules,
+    made_with_an_object,
+    made_beside_a_number,
+]
+
+
+def assert_like_the_loop(batched, fn, xs):
+    loop = lambda w: sum(x.sum() for v in xs for x in jax.tree.leaves(fn(w, v)))  # noqa: E731
+    ours = lambda w: sum(x.sum() for x in jax.tree.leaves(batched(w, xs)))  # noqa: E731
+    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
+
+
+def test_numbers_that_cells_with_rules_are_made_over_are_data():
+    """Rules, which are no derivatives here, read the numbers, too."""
+    fn = lambda w, x: [make(x[1])(w, x[0]) for make in MADE_OVER]  # noqa: E731
+    xs = [(INSTANCES[k % 3], 0.1 + k / 20) for k in range(12)]
+    batched = jedbatch.batch(fn)
+    batched.plan(WEIGHT, xs)
+    assert len(batched.plan(WEIGHT, xs).graph.present_types) == len(MADE_OVER)
+    assert_like_the_loop(batched, fn, xs)
+
+
+FLOATS = [0.1 + k / 20 for k in range(8)]
+OTHER_RULES = {
+    "decides": (FLOATS, lambda t, s: s if t > 0.3 else 3 * s),
+    "asks": (FLOATS, lambda t, s: 2 * s if isinstance(t, float) and t > 0.3 else t * s),
+    "is exact": ([*range(33_000, 40_000, 1000), 60_000], lambda n, s: s * (n * n / 1e9)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_RULES)
+def test_rules_that_do_something_else_with_other_numbers_are_told_apart(name):
+    """Functions in the cells do the same with all of them; 60,000 squared has 33 bits."""
+    numbers, scaled = OTHER_RULES[name]
+
+    def fn(w, x):
+        f = jax.custom_vjp(lambda y: 2 * y)
+        f.defvjp(lambda y: (2 * y, None), lambda _, s: (scaled(x[1], s),))
+        return jedbatch.cell(lambda w, x: f(x @ w))(w, x[0])
+
+    xs = [(INSTANCES[k % 3], t) for k, t in enumerate(numbers)]
+    batched = jedbatch.batch(fn)
+    batched.plan(WEIGHT, xs)
+    assert_like_the_loop(batched, fn, xs)
+
+
+def test_what_functions_with_rules_of_cells_close_over_may_be_assigned():
+    def fn(w, x):
+        t = 1.0
+        f = jax.custom_vjp(lambda y: y * t)
+        f.defvjp(lambda y: (f(y), None), lambda _, s: (s,))
+        node, found = jedbatch.cell(lambda w, x: f(x @ w)), []
+        for k in range(4):
+            t = float(k)
+            found.append(node(w, x))
+        return jnp.stack(found)
+
+    loop = jnp.stack([fn(WEIGHT, x) for x in INSTANCES])
+    assert_close(jedbatch.batch(fn)(WEIGHT, INSTANCES), loop, 2e-5)
+
+
+def test_functions_with_rules_of_cells_close_over_values_of_the_instance():
+    def fn(w, x):
+        t, y = jnp.sin(x[0]), jnp.cos(x)
+        f = jax.custom_vjp(lambda y: y * t)
+        f.defvjp(lambda y: (f(y), None), lambda _, s: (s * t**2,))
+        return jedbatch.cell(lambda w, x: f(x @ w) + y)(w, x)
+
+    batched = jedbatch.batch(fn)
+    assert_like_the_loop(batched, fn, INSTANCES)
+
+
 def test_rules_in_cells_that_read_what_is_differentiated_say_what_to_write():
     @jedbatch.cell
     def inner(w, x):
