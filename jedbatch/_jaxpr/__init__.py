@@ -16,53 +16,55 @@ Read in this order:
 9. `extents_inside`: Extents inside of programs, and in a form in which the names of symbols do not
    matter.
 10. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
-11. `storage`: Storage of values: each is a row of an array that holds values of one shape and
+11. `same_programs`: Whether programs compute the same, one of which takes numbers that the other
+   one holds.
+12. `storage`: Storage of values: each is a row of an array that holds values of one shape and
    dtype.
-12. `identity`: Identity of values: the keys of everything that is remembered.
-13. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
-14. `gates`: Gates: what comes back through one result stays apart from what comes through another.
-15. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
-16. `meshes`: Types of arrays where a mesh is set: how they are cut over it, and along which axes
+13. `identity`: Identity of values: the keys of everything that is remembered.
+14. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
+15. `gates`: Gates: what comes back through one result stays apart from what comes through another.
+16. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
+17. `meshes`: Types of arrays where a mesh is set: how they are cut over it, and along which axes
    they vary.
-17. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
+18. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
-18. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
-19. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
+19. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
+20. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-20. `list_order`: Operations along a list for which the order of its elements counts, where there
-   is room for more.
-21. `list_expressions`: Expressions of programs of lists of any length.
-22. `rolling`: Programs of a list of values as programs of lists of any length.
-23. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+21. `list_order`: Operations along a list for which the order of its elements counts, where there is
+   room for more.
+22. `list_expressions`: Expressions of programs of lists of any length.
+23. `rolling`: Programs of a list of values as programs of lists of any length.
+24. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-24. `trip_counts`: Trip counts of loops, as far as their programs say.
-25. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+25. `trip_counts`: Trip counts of loops, as far as their programs say.
+26. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-26. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+27. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
-27. `registers`: Basic blocks, and the registers of values that live between them.
-28. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+28. `registers`: Basic blocks, and the registers of values that live between them.
+29. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-29. `program_counters`: A machine for lanes that are at different places of a program.
-30. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
+30. `program_counters`: A machine for lanes that are at different places of a program.
+31. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
    segments.
-31. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+32. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-32. `branch_residuals`: Residuals of branches, without those that are there anyway.
-33. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+33. `branch_residuals`: Residuals of branches, without those that are there anyway.
+34. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-34. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+35. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-35. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+36. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-36. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+37. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-37. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+38. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-38. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-39. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-40. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+39. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+40. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+41. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-41. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+42. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
 """
