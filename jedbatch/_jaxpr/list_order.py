@@ -1,8 +1,9 @@
 """Operations along a list for which the order of its elements counts, where there is room for more.
 
-Places of extremes, sorts, reversed lists, and cumulative sums and products. Elements that do not
-exist come last, may hold anything, and change neither results nor derivatives. In results they are
-like the first element: what is computed of them goes wrong only where that of the first does.
+Places of extremes, sorts, reversed lists, rows at positions, and cumulative sums and products.
+Elements that do not exist come last, may hold anything, and change neither results nor derivatives.
+In results they are like the first element: what is computed of them goes wrong only where that of
+the first does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.list_reductions import FUNCTIONS, flags_of_rows
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, Dtype
 
 PLACES = {"argmax": "max", "argmin": "min"}
 CUMULATIVE = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min"}
@@ -86,6 +87,85 @@ def _reversed(x: Array, exists: Array) -> Array:
 def _like_the_first(x: Array, exists: Array) -> Array:
     """x, whose rows that do not exist are like the first, and take no part in derivatives."""
     return jnp.where(flags_of_rows(exists, x), x, lax.stop_gradient(x[:1]))
+
+
+def positions_like(
+    shape: tuple[int, ...], dtype: Dtype
+) -> Callable[[Sequence[Array], Array], Array]:
+    """Returns what makes the positions of elements as arrays of a shape, of flags alone."""
+
+    def run(_: Sequence[Array], exists: Array) -> Array:
+        places = jnp.where(exists, lax.iota(dtype, len(exists)), jnp.zeros((), dtype))
+        return lax.broadcast_in_dim(places, (len(exists), *shape), (0,))
+
+    return run
+
+
+def in_order(
+    name: str, params: Mapping[str, Any], result: int
+) -> Callable[[Sequence[Array], Array], Array]:
+    """Returns one result of a sort of several arrays along a list, or of the first in order.
+
+    Args:
+      name: of the operation, "sort" or "top_k".
+      params: its parameters.
+      result: its number.
+    """
+
+    def sort(values: Sequence[Array], exists: Array) -> Array:
+        other = jnp.broadcast_to(flags_of_rows(~exists, values[0]), values[0].shape)
+        order = {"is_stable": params["is_stable"], "num_keys": params["num_keys"] + 1}
+        return _like_the_first(lax.sort((other, *values), dimension=0, **order)[result + 1], exists)
+
+    def first(values: Sequence[Array], exists: Array) -> Array:
+        (x,) = values
+        # Of equal ones those that come first are taken, which exist.
+        lowest = jnp.asarray(FUNCTIONS["max"][2](x.dtype), x.dtype)
+        filled = jnp.where(flags_of_rows(exists, x), x, lowest)
+        found = lax.top_k(jnp.moveaxis(filled, 0, -1), params["k"])[result]
+        return jnp.moveaxis(found, -1, params["axis"])
+
+    return sort if name == "sort" else first
+
+
+def rows_at(
+    mode: Any, fill: Any, batch: tuple[int, ...] | None
+) -> Callable[[Sequence[Array], Array], Array]:
+    """Returns what reads rows of a list at positions, of the rows and the positions.
+
+    Args:
+      mode: what is read at positions that are not in the list.
+      fill: what is there if nothing is read.
+      batch: axes of the result along which positions lie; None if there is one for each element.
+    """
+
+    def run(values: Sequence[Array], exists: Array) -> Array:
+        rows, places = values[0], values[1][..., 0]
+        last = exists.sum(dtype=np.int32) - 1
+        places = places.astype(jnp.promote_types(places.dtype, np.int32))
+        found = rows[jnp.clip(places, 0, last.astype(places.dtype))]
+        if mode == lax.GatherScatterMode.FILL_OR_DROP:
+            there = (places >= 0) & (places <= last.astype(places.dtype))
+            there = there.reshape(*there.shape, *[1] * (found.ndim - there.ndim))
+            found = jnp.where(there, found, jnp.asarray(_filling(fill, found.dtype), found.dtype))
+        if batch is None:
+            return _like_the_first(found, exists)
+        return jnp.moveaxis(found, tuple(range(places.ndim)), batch)
+
+    return run
+
+
+def _filling(fill: Any, dtype: Dtype) -> Any:
+    """What JAX reads where there is nothing."""
+    if fill is not None:
+        return fill
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return np.nan
+    if dtype == np.bool_:
+        return True
+    return (
+        jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max
+    )
 
 
 def row_at(axis: int, sizes: Sequence[int]) -> Callable[[Sequence[Array], Array], Array]:

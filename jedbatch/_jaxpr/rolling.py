@@ -8,20 +8,19 @@ that do not exist take no part in reductions.
 
 What can be rolled: functions of one element and of values that are no elements; sums, products,
 maxima, minima and logical reductions of elements in order; arrays that stack one row for each
-element, row-wise operations, reductions and products over their rows, places of extremes, sorts and
-cumulative operations along them, and single rows, also at a position that is computed; arrays that
-put elements together along an axis of theirs, and the same of these but for rows; lists of results,
-of one for each element; and numbers that are the length, or one divided by it. All else,
+element, row-wise operations, reductions and products over their rows, places of extremes, sorts,
+the first in order and cumulative operations along them, and rows of given numbers or at positions
+that are computed; arrays that put elements together along an axis of theirs, and the same of these
+but for rows; lists of results, of one for each element; and numbers that are the length, or one
+divided by it, or those of the positions of elements. All else,
 such as positions in the list or elements that meet each other, raises `CannotRollError`. A program
 of one element has no reductions to be seen; whether it is what a rolled one does with one element
 is found out by comparing the two (`list_expressions.Expressions.is_of_one`).
 """
 
-import functools
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -34,13 +33,20 @@ from jedbatch._jaxpr.interpret import (
     inner_programs,
     run_equation,
 )
+from jedbatch._jaxpr.known_functions import known_function
 from jedbatch._jaxpr.list_expressions import LENGTHS, Expression, Expressions
-from jedbatch._jaxpr.list_order import ALONG_LISTS, PLACES, along_list, axes_of, row_at
-from jedbatch._jaxpr.versions import ClosedProgram, Equation, without_consts
+from jedbatch._jaxpr.list_order import (
+    ALONG_LISTS,
+    PLACES,
+    along_list,
+    axes_of,
+    row_at,
+)
+from jedbatch._jaxpr.list_positions import all_positions, in_order, rows_at
+from jedbatch._jaxpr.list_values import CannotRollError, Chain, Element, Single, StackedElements
+from jedbatch._jaxpr.versions import ClosedProgram, Equation
 from jedbatch._support.types import Array
 
-# Elementwise functions with a derivative rule of their own.
-KNOWN_FUNCTIONS = (jax.nn.relu, jax.nn.relu6)
 REDUCTIONS = {
     "reduce_sum": "add",
     "reduce_max": "max",
@@ -50,43 +56,6 @@ REDUCTIONS = {
     "reduce_or": "or",
 }
 CHAINS = {x: x for x in ("add", "mul", "max", "min", "and", "or")} | {"add_any": "add"}
-
-
-class CannotRollError(Exception):
-    """A program that is not known to be the same for lists of any length."""
-
-
-class Single(NamedTuple):
-    """A value that is computed once."""
-
-    id: int
-
-
-class Element(NamedTuple):
-    """A value of the element at a position."""
-
-    id: int
-    position: int
-
-
-class Chain(NamedTuple):
-    """A reduction over the first elements, `op(op(base, x0), x1)`; `base` may be None."""
-
-    id: int
-    op: str
-    base: int | None
-    num_elements: int
-
-
-class StackedElements(NamedTuple):
-    """An array that has one row for each element along an axis, or so many as each has there.
-
-    An element's part has that axis if there are rows of `each`; if that is None, it does not.
-    """
-
-    id: int
-    axis: int
-    each: int | None = None
 
 
 class Roller:
@@ -218,14 +187,20 @@ class Roller:
         chain = self._chain(CHAINS.get(name), values)
         if chain is not None:
             return [chain]
+        if name == "iota" and self.counts and eqn.outvars[0].aval.size:
+            axis, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
+            if shape[axis] == self.length:
+                return [all_positions(self.expressions, shape, axis, eqn.outvars[0].aval.dtype)]
         if any(isinstance(x, StackedElements) for x in values):
+            if name == "top_k" or (name == "sort" and len(values) > 1):
+                return in_order(self.expressions, eqn, values)
             return [self._stacked(eqn, values)]
         positions = {x.position for x in values if isinstance(x, Element)}
         if positions and name in ("stack", "concatenate"):
             return [self._stack(eqn, values)]
         if len(positions) > 1:
             raise CannotRollError(f"`{name}` of several elements")
-        if positions and inner_programs(eqn) and _known_function(eqn) is None:
+        if positions and inner_programs(eqn) and known_function(eqn) is None:
             raise CannotRollError(f"`{name}` of an element, which runs a program")
         made = self._on_values(eqn, values)
         return [Element(i, *positions) if positions else Single(i) for i in made]
@@ -242,7 +217,7 @@ class Roller:
             if sum(isinstance(x, Single) for x in values) == 1:
                 base, element = sorted(values, key=lambda x: isinstance(x, Element))
                 facts["chained"] = CHAINS[name], base.id, element.id
-        if (function := _known_function(eqn)) is not None:
+        if (function := known_function(eqn)) is not None:
             return self.expressions.operation(function, lambda value: [function(value)], ids)
         jaxpr = self.jaxpr
         sources = [self.expressions.all[i].given or ("",) for i in ids]
@@ -320,7 +295,7 @@ class Roller:
         name, params = eqn.primitive.name, dict(eqn.params)
         if any(isinstance(x, Element) for x in values):
             raise CannotRollError(f"`{name}` of one element and all")
-        if (name in ELEMENTWISE_OPERATIONS and len(eqn.outvars) == 1) or _known_function(
+        if (name in ELEMENTWISE_OPERATIONS and len(eqn.outvars) == 1) or known_function(
             eqn
         ) is not None:
             return self._elementwise(eqn, values)
@@ -330,6 +305,8 @@ class Roller:
             return self._along_list(eqn, values)
         if name == "dynamic_slice":
             return self._dynamic_slice(eqn, values)
+        if name == "gather":
+            return rows_at(self.expressions, eqn, values)
         if len(values) != 1:
             raise CannotRollError(f"`{name}` of a row for each element")
         ((index, axis, each),) = values
@@ -468,7 +445,7 @@ class Roller:
             x.id if isinstance(x, StackedElements) else self._of_element(x.id, axis, each)
             for x in values
         ]
-        function = _known_function(eqn)
+        function = known_function(eqn)
         if function is not None:
             run = lambda value: [function(value)]  # noqa: E731
             made = self.expressions.operation(function, run, ids)[0]
@@ -553,26 +530,6 @@ def _is_of_every_row(eqn: Equation, axis: int) -> bool:
     strides = eqn.params["strides"]
     in_order = strides is None or strides[axis] == 1
     return in_order and after[axis] == before[axis] and (before[axis] > 1 or others)
-
-
-def _known_function(eqn: Equation) -> Callable | None:
-    """Returns the function of `KNOWN_FUNCTIONS` that an equation calls; None if it calls none."""
-    if eqn.primitive.name != "custom_jvp_call":
-        return None
-    source = _source(eqn)
-    return next((f for f in KNOWN_FUNCTIONS if source and source == _source_of(f)), None)
-
-
-def _source(eqn: Equation) -> str | None:
-    """Returns name, file and line of a function with a derivative rule, if JAX says them."""
-    program = without_consts(eqn.params["call_jaxpr"])
-    return getattr(getattr(program, "debug_info", None), "func_src_info", None)
-
-
-@functools.cache
-def _source_of(function: Callable) -> str | None:
-    (eqn,) = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), "float32")).eqns
-    return _source(eqn) if eqn.primitive.name == "custom_jvp_call" else None
 
 
 def _equal(a: int, axis: int | None) -> bool:

@@ -177,7 +177,7 @@ class CellCalls:
 
     def _is_of_one(self, single: Rolled, key: Any) -> bool:
         """Returns whether a type of lists of one element is what a key says of such lists."""
-        own: Any = single.keys[False]
+        own: Any = single.keys[False] or single.keys[True]
         if own[1:] != key[1:]:
             return False
         return all(map(self._expressions.is_of_one, own[0], key[0]))
@@ -213,15 +213,12 @@ class CellCalls:
         listed = self.listed[node_type]
         in_lists = of.results[: listed * length : length]
         kinds = in_lists, of.results[listed * length :]
-        keys: list[Hashable] = []
+        keys: list[Hashable] = [None, None]
         for counts in (False, True):
-            try:
+            with contextlib.suppress(CannotRollError):
                 roller = Roller(self._expressions, program, [*shared, *roles], length, counts)
-                results = roller.results(listed)
-            except CannotRollError:
-                return None
-            keys.append((results, of.shared, types, elements, kinds))
-        return Rolled(node_type, length, roles, (keys[0], keys[1]))
+                keys[counts] = roller.results(listed), of.shared, types, elements, kinds
+        return Rolled(node_type, length, roles, (keys[0], keys[1])) if any(keys) else None
 
     def _roles(self, node_type: int, varying: Sequence[ListArgument]) -> tuple[tuple, ...] | None:
         """Returns what the operands of a type are; None if some element is no operand."""

@@ -117,6 +117,15 @@ def in_order(w, xs):
     return nearest * w["q"] + (sums * w["q"]).sum(axis=0) + jnp.argmax(jnp.concatenate(xs))
 
 
+def ranked(w, xs):
+    """Rows in the order of their scores, and the best two."""
+    rows = jnp.stack(xs)
+    scores = rows @ w["q"]
+    discounts = 1 / (2.0 + jnp.arange(len(xs)))
+    best, places = lax.top_k(scores, 2)
+    return (rows[jnp.argsort(-scores)] * discounts[:, None]).sum(axis=0) + best @ rows[places]
+
+
 def lists(lengths, seed=0):
     rng = np.random.default_rng(seed)
     return [list(rng.normal(size=(n, SIZE)).astype(np.float32)) for n in lengths]
@@ -140,6 +149,7 @@ PROGRAMS = {
     by_number: 13,
     by_number_backwards: 7,
     in_order: 11,
+    ranked: 6,
 }
 
 
@@ -150,6 +160,7 @@ FAST = (
     "one_after_the_other",
     "after_a_learned_one",
     "in_order",
+    "ranked",
 )
 
 
@@ -182,6 +193,17 @@ OF_ROWS = {  # of elements that are stacked
     "columns": lambda x, axis: lax.slice_in_dim(x, 1, None, axis=1 - axis),
     "column": lambda x, axis: lax.dynamic_index_in_dim(x, (x.sum() > 0) * 9 - 1, 1 - axis),
 }
+PLACED = {  # the same, of which the length counts
+    "ranks": lambda x, axis: jnp.argsort(jnp.argsort(x[:, 0])),
+    "ranked": lambda x, axis: x[jnp.argsort(x[:, 0], descending=True)],
+    "sorted by two": lambda x, axis: lax.sort((x[:, 1], x[:, 0]), 0, num_keys=2)[1],
+    "sorted in themselves": lambda x, axis: lax.sort((x, x[:, ::-1]), 1)[1],
+    "best": lambda x, axis: lax.top_k(x.T, 1)[0],
+    "best of each": lambda x, axis: lax.top_k(x, 1)[0],
+    "row of the best": lambda x, axis: x.T[:, lax.top_k(x[:, 1], 1)[1]],
+    "not all there": lambda x, axis: x.at[2 * jnp.argsort(x[:, 0]) - 1].get(mode="fill"),
+    "those nearest": lambda x, axis: x.at[2 * jnp.argsort(x[:, 0])].get(mode="clip"),
+}
 ELEMENTS = {
     "numbers": np.array([[3.0, -1, 2], [0, 5, -1], [np.inf, 5, -np.inf], [3, -2, -0.0]], "float32"),
     "not a number": np.array([[3, np.nan], [np.nan, -np.inf], [1, np.nan], [0, 0]], "float32"),
@@ -192,19 +214,19 @@ ELEMENTS = {
 @pytest.mark.parametrize("elements", ELEMENTS)
 @pytest.mark.parametrize(
     ("name", "put_together"),
-    [*itertools.product(ALONG, [False, True]), *((name, False) for name in OF_ROWS)],
+    [*itertools.product(ALONG, [False, True]), *((name, False) for name in OF_ROWS | PLACED)],
 )
 def test_what_is_done_along_a_list_is_what_jax_does(name, put_together, elements):
     """In programs with room for more elements, which hold anything and have no derivatives."""
-    given, done = ELEMENTS[elements], {**ALONG, **OF_ROWS}[name]
+    given, done = ELEMENTS[elements], (ALONG | OF_ROWS | PLACED)[name]
     join = jnp.concatenate if put_together else jnp.stack
     program = lambda *xs: done(join(xs), 0)  # noqa: E731
     for length in (1, 2, 4):
         xs = list(given[:length])
         expressions = Expressions(lambda params: str(params))
         roles = [("element", 0, k) for k in range(length)]
-        roller = Roller(expressions, jax.make_jaxpr(program)(*xs), roles, length, False)
-        (value,) = roller._values()
+        traced = jax.make_jaxpr(program)(*xs)
+        (value,) = Roller(expressions, traced, roles, length, name in PLACED)._values()
         part = expressions.given(given[0].shape, given.dtype, "element", 0)
         run = expressions.program([value.id], [], [False], 6, [part])
         filling = [np.full_like(xs[0], k) for k in (7, -9, 3, 1, 2)]
