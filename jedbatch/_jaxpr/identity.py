@@ -41,6 +41,7 @@ BY_IDENTITY = (
     types.MethodType,
     types.ModuleType,
 )
+_PLAIN = frozenset({int, str, bool, type(None)})  # written out as they are
 _CONTENTS = (int, float, complex, str, bytes)  # of which classes may be derived
 _TRUSTED = frozenset({"jax", "jaxlib", "numpy", "ml_dtypes"})  # packages whose `==` is good enough
 _POINTER = struct.calcsize("P")
@@ -69,7 +70,7 @@ def typed(value: object, above: tuple[int, ...] = ()) -> Hashable:
     cannot be hashed.
     """
     kind: Any = type(value)
-    if kind is int or kind is str or kind is bool or value is None:
+    if kind in _PLAIN:
         return kind, value
     if kind is float:
         return kind, None, _content(value)
@@ -108,10 +109,12 @@ def snapshot(value: Array) -> Hashable:
     Raises `TypeError` if it holds what may change and cannot be looked into.
     """
     kind = type(value)
+    if kind in _PLAIN:  # most of what modules carry, at each call
+        return kind, value
     if kind in (list, tuple, collections.deque):
         return kind, *map(snapshot, value)
     if kind in (dict, collections.OrderedDict):
-        return kind, *((snapshot(k), snapshot(x)) for k, x in value.items())
+        return kind, *[(snapshot(k), snapshot(x)) for k, x in value.items()]
     if kind in (set, frozenset):
         return kind, *map(snapshot, value)
     if isinstance(value, np.ndarray):
@@ -198,8 +201,11 @@ def _parts_of(structure: PyTreeDef, carried_key: Callable) -> list[Hashable]:
 
 
 def _carried(value: Array) -> Hashable:
-    if type(value) in (list, tuple):
-        return type(value), *map(_carried, value)
+    kind = type(value)
+    if kind in _PLAIN:
+        return kind, value
+    if kind in (list, tuple):
+        return kind, *map(_carried, value)
     try:
         return snapshot(value)
     except TypeError:
