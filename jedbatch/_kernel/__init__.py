@@ -19,6 +19,8 @@ Read in this order:
 10. `tables`: Functions of the rows of small tables, computed once for every row there is.
 11. `factors`: Products of two matrices of each lane, with factors laid out as XLA:CPU multiplies
    them fastest.
-12. `kernel`: The program of a node type for one lane, forwards and backwards.
-13. `facts`: Facts about a kernel: all that lowering reads of one, without its program.
+12. `rows_times_matrix`: Products of a vector of each lane and a matrix that all lanes share, by
+   calls of the core.
+13. `kernel`: The program of a node type for one lane, forwards and backwards.
+14. `facts`: Facts about a kernel: all that lowering reads of one, without its program.
 """

@@ -59,6 +59,7 @@ from jedbatch._kernel.operand_lists import ListPlaces, single_parameters, with_l
 from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
 from jedbatch._kernel.residuals import KEPT, is_kept
+from jedbatch._kernel.rows_times_matrix import with_calls
 from jedbatch._kernel.tables import Table, tabulated
 from jedbatch._kernel.target import CPU, Target, lane_rule
 from jedbatch._kernel.vjp import KernelVjp, differentiable, tap
@@ -306,7 +307,11 @@ class Kernel:
 
     def _laid_out(self, program: Jaxpr, shared: Sequence[Var]) -> Jaxpr:
         """Returns a program of a lane with products as the target multiplies them fastest."""
-        return with_summed_last(program, shared) if self._target.summed_last else program
+        if self._target.summed_last:
+            program = with_summed_last(program, shared)
+        if self._target.called_work and not self.diverges:
+            program = with_calls(program, shared, self._target.called_work)
+        return program
 
     @property
     def _differentiated(self) -> Sequence[Equation]:

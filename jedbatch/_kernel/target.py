@@ -122,6 +122,8 @@ class Target:
         `_record.granularity.projections`); 0 if none is.
       summed_last: whether products of matrices of a lane sum over the last axes of their first
         factors (see `_kernel.factors`).
+      called_work: multiplications of a product of the rows of a chunk and a matrix up to which the
+        compiled core computes it (see `_kernel.rows_times_matrix`); 0 if it never does.
       control: how the next instruction is found, "loops" or "switch".
       superinstruction: opcodes in a superinstruction at most; 1 for none.
       command_buffers: what XLA:GPU puts into CUDA graphs; empty for what it does by default.
@@ -158,6 +160,7 @@ class Target:
     rest_work: float = 0
     projection_bytes: int = 1 << 17
     summed_last: bool = True
+    called_work: int = 1 << 22
     control: str = "loops"
     superinstruction: int = 1
     command_buffers: tuple[str, ...] = ()
@@ -336,6 +339,7 @@ GPU = Target(
     rest_work=3e7,
     projection_bytes=0,
     summed_last=False,
+    called_work=0,
     control="switch",
     superinstruction=8,
     command_buffers=COMMAND_BUFFERS,

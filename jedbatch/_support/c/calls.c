@@ -387,6 +387,7 @@ xla_calls(PyObject *module, PyObject *nothing)
         {"instances", instances},             {"read_instances", read_instances},
         {"write_instances", write_instances}, {"moving_calls", moving_calls},
         {"row_products", row_products},       {"row_sums", row_sums},
+        {"times_matrix", times_matrix},
 #ifdef HAS_ATTENTION
         {"attention", attention},             {"attention_back", attention_back},
 #endif

@@ -136,6 +136,7 @@ clamped(int64_t index, int64_t count)
 /* The functions that are not in `calls.c`. */
 void *row_products(CallFrame *frame);
 void *row_sums(CallFrame *frame);
+void *times_matrix(CallFrame *frame);
 
 /* Whether there is attention, which takes vectors of GNU C; without wide ones XLA is faster. */
 #if defined(__GNUC__) && defined(__aarch64__)
