@@ -66,12 +66,21 @@ class MatrixProduct(NamedTuple):
 
     def gradient(self, rows: Array, cotangents: Array) -> Array:
         """The gradient of the const, from rows and cotangents of all lanes."""
+        factors = self.factors(rows, cotangents)
+        return lax.dot_general(*factors, (((0,), (0,)), ((), ())), precision=self.precision)
+
+    def sum(self, alive: Array, rows: Array, cotangents: Array) -> Array:
+        """The same, of the lanes that are alive, bool[lanes]."""
+        first, second = self.factors(rows, cotangents)
+        return sum_of_products(jnp.repeat(alive, len(first) // len(alive)), first, second)
+
+    def factors(self, rows: Array, cotangents: Array) -> tuple[Array, Array]:
+        """Two matrices of which the sum of products over their first axes is the gradient."""
         if rows.ndim == 3:
             rows = jnp.moveaxis(rows, 1 + self.row_axis, 2)
             cotangents = jnp.moveaxis(cotangents, 1, 2) if self.weight_first else cotangents
             rows, cotangents = (x.reshape(-1, x.shape[2]) for x in (rows, cotangents))
-        first, second = (rows, cotangents) if self.weight_axis == 0 else (cotangents, rows)
-        return lax.dot_general(first, second, (((0,), (0,)), ((), ())), precision=self.precision)
+        return (rows, cotangents) if self.weight_axis == 0 else (cotangents, rows)
 
 
 class LookUp(NamedTuple):
@@ -203,8 +212,7 @@ class Tap:
             if weights[0].size > MOST_SUMMED:
                 return None
             rows, given = (x.reshape(len(x), -1) for x in (slots[0], cotangents))
-            first, second = (rows, given) if self.product.weight_axis == 0 else (given, rows)
-            return [sum_of_products(alive, first, second)]
+            return [self.product.sum(alive, rows, given)]
         if self.found is not None:
             numbers, shape = slots[self.found.number].reshape(-1), weights[0].shape
             rows = cotangents.reshape(len(cotangents), *shape[1:])
@@ -212,6 +220,20 @@ class Tap:
         ones = jnp.ones((len(alive), 1), cotangents.dtype)
         total = sum_of_products(alive, ones, cotangents.reshape(len(alive), -1))
         return self.gradient(consts, [], [total.reshape(1, *self.shapes[0])])
+
+    def sum_of_block(
+        self, consts: Sequence[Array], alive: Array, rows: Sequence[Array], cotangents: Array
+    ) -> list[Array] | None:
+        """Gradients of its consts from a block of lanes, if that is one call; None if it is not.
+
+        It is if several rows of each lane are multiplied by a matrix that is no larger than in
+        `sum`: XLA:CPU takes three times as long, and has to mask them before.
+        """
+        if self.product is None or len(self.shapes[0]) != 2:
+            return None
+        if consts[self.consts[0]].size > MOST_SUMMED:
+            return None
+        return [self.product.sum(alive, rows[0], cotangents.reshape(-1, *self.shapes[0]))]
 
     def refuse(self, consts: Sequence[Kind], rows: Sequence[Any], results: Sequence[Any]) -> None:
         """Raises the error of JAX if there is no gradient of its consts.

@@ -10,6 +10,8 @@ from jax import lax
 import jedbatch
 from jedbatch._kernel.weight_gradients import MatrixProduct
 
+pytestmark = pytest.mark.unoptimized
+
 SHAPES = [((5,), 0), ((4, 5), 1), ((5, 4), 0)]  # of a row or rows, and the axis that is summed
 
 
@@ -41,8 +43,13 @@ def test_gradients_are_those_of_jax(shape, row_axis, weight_axis, weight_first):
     rows, w = (jnp.asarray(rng.normal(size=s), "float32") for s in ((7, *shape), weight_shape))
     results, pull_back = jax.vjp(lambda w: jax.vmap(lambda x: fn(x, w))(rows), w)
     cotangents = jnp.asarray(rng.normal(size=results.shape), "float32")
-    gradient = found(fn, rows[0], w).gradient(rows, cotangents)
-    assert_close(gradient, *pull_back(cotangents), 1e-5)
+    matrix = found(fn, rows[0], w)
+    assert_close(matrix.gradient(rows, cotangents), *pull_back(cotangents), 1e-5)
+    alive = jnp.array([True, False, True, True, False, True, False])
+    there = jnp.reshape(alive, (-1, *[1] * (cotangents.ndim - 1)))
+    expected = pull_back(jnp.where(there, cotangents, 0))
+    of_others = cotangents.at[1].set(jnp.nan), rows.at[4].set(jnp.nan)
+    assert_close(matrix.sum(alive, *of_others[::-1]), *expected, 1e-5)
 
 
 LOPSIDED = lax.Precision.HIGHEST, lax.Precision.DEFAULT
@@ -65,7 +72,7 @@ def test_other_products_are_left_to_jax(name):
     assert found(fn, jnp.ones((4, 4), dtype), jnp.ones((4, 4), dtype)) is None
 
 
-def test_rows_of_lists_need_no_transposition():
+def test_rows_of_lists_need_no_transposition(maker):
     """Sums over lists that are padded, whose weight gradients sum over lanes and elements."""
 
     @jedbatch.cell
@@ -82,7 +89,41 @@ def test_rows_of_lists_need_no_transposition():
     assert_close(got, jax.grad(loss(each))(w), 1e-5)
     plan = batched.plan(w, instances, gradient=True)
     step = jax.jit(jax.grad(lambda w: batched.apply(w, plan).sum()))
-    lines = [x for x in step.lower(w).as_text().splitlines() if "dot_general" in x]
+    lines = step.lower(w).as_text().splitlines()
     of_weights = [x for x in lines if x.endswith("-> tensor<6x6xf32>")]
-    assert of_weights
-    assert all("contracting_dims = [0] x [0]" in x for x in of_weights)
+    products = [x for x in of_weights if "dot_general" in x]
+    calls = [x for x in of_weights if "@jedbatch_row_products" in x]
+    assert products if maker == "XLA" else calls and not products
+    assert all("contracting_dims = [0] x [0]" in x for x in products)
+
+
+@jedbatch.cell
+def attended(params, image, weights):
+    """Two products of the rows of an image, one of which is over its columns."""
+    rows = jnp.tanh(image @ params["w"]) * (params["v"] @ image.T).T
+    return jnp.tanh(rows @ params["out"] + jnp.sum(rows) * weights)
+
+
+def test_gradients_by_rows_of_inputs_are_those_of_a_loop(maker):
+    """Matrices that nodes read again in reverse, of more nodes than a block has."""
+    rng = np.random.default_rng(4)
+    shapes = {"w": (5, 6), "v": (6, 5), "out": (6,)}
+    params = {name: jnp.asarray(rng.normal(size=s), "float32") for name, s in shapes.items()}
+    images = rng.normal(size=(23, 3, 5)).astype("float32")
+    lengths = rng.integers(1, 4, size=23).tolist()
+
+    def chain(params, instance):
+        length, image = instance
+        state = jnp.zeros(3)
+        for _ in range(length):
+            state = attended(params, image, state)
+        return state
+
+    instances = list(zip(lengths, images, strict=True))
+    batched = jedbatch.batch(chain)
+    plan = batched.plan(params, instances, gradient=True)
+    gradient = jax.jit(jax.grad(lambda p: jnp.square(batched.apply(p, plan)).sum()))
+    loop = jax.grad(lambda p: sum(jnp.square(chain(p, x)).sum() for x in instances))
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-4), gradient(params), loop(params))
+    calls = gradient.lower(params).as_text().count("@jedbatch_row_products")
+    assert calls if maker == "calls" else not calls
