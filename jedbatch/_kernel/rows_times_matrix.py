@@ -57,14 +57,16 @@ def _rows(eqn: Equation, same: Collection[Var]) -> int | None:
         return None
     if eqn.params.get("out_sharding") is not None:
         return None
+    if not all(isinstance(v, Var) for v in eqn.invars):
+        return None
     for rows, matrix in ((0, 1), (1, 0)):
         vector, weight = eqn.invars[rows], eqn.invars[matrix]
-        last = vector.aval.ndim - 1
-        is_here = weight in same and vector not in same and isinstance(vector, Var)
+        last, shape = vector.aval.ndim - 1, weight.aval.shape
+        size = math.prod(shape) * weight.aval.dtype.itemsize
+        is_here = weight in same and vector not in same and len(shape) == 2
         leads = rows == 0 or last == 0
-        fits = weight.aval.ndim == 2 and weight.aval.size * weight.aval.dtype.itemsize
         if is_here and leads and (summed[rows], summed[matrix]) == ((last,), (0,)):
-            return rows if 0 < fits <= MATRIX_BYTES else None
+            return rows if 0 < size <= MATRIX_BYTES else None
     return None
 
 

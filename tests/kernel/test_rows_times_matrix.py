@@ -56,6 +56,7 @@ PRODUCTS = {
     "highest": (lambda x, a, w: jnp.matmul(x, w, precision="highest"), 1),
     "matrix behind": (lambda x, a, w: w.T @ a.T, 0),
     "last axis": (lambda x, a, w: w @ w.T @ x, 0),
+    "number": (lambda x, a, w: jnp.dot(x[0], 2.0) * x, 0),
     "shared": (lambda x, a, w: (w.T @ w) * x[0], 0),
     "of the lane": (lambda x, a, w: a @ x, 0),
     "wider result": (lambda x, a, w: jnp.matmul(x, w, preferred_element_type=jnp.float64), 0),
