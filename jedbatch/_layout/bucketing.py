@@ -141,5 +141,5 @@ def in_blocks(lanes: int, blocks: Buckets) -> int:
 
 
 FINE_BUCKETS = Buckets((2, 8, 24, 64, 256))
-COARSE_BUCKETS = Buckets((8, 64, 512), 16)
+COARSE_BUCKETS = Buckets((8, 32, 512), 16)
 DIVERGING_BUCKETS = Buckets((8, 64, 256, 1024), 32)  # lanes wait for others of their chunk alone

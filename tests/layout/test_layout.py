@@ -206,7 +206,7 @@ def test_chains_of_any_lengths_are_read_as_slices(params):
     batched = jedbatch.batch(encode)
     plan = batched.plan(params, sentences(4, 64), gradient=False)
     gathered, sliced, *_ = plan.host.lowered.read_bytes.tolist()
-    assert sliced > 4 * gathered
+    assert sliced > 3 * gathered
     lines = plan.layout.explain().splitlines()
     assert sum("step: 0–2 slice" in line for line in lines) == 1
     recorded = jedbatch.batch(encode, layout="append").plan(

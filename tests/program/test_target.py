@@ -198,9 +198,8 @@ def test_chunks_of_long_light_rows_fit_into_a_cache():
     for row_bytes in (8, 1_000, 2_000, 5_000, 50_000, CPU.chunk_bytes):
         widths = CPU.buckets(work=10, row_bytes=row_bytes).widths
         assert widths[:2] == CPU.light[:2]
-        largest = [
-            n for n in (widest, widest // 2, widest // 4) if n * row_bytes <= CPU.light_bytes
-        ]
+        halved = [widest >> n for n in range(4)]
+        largest = [n for n in halved if n * row_bytes <= CPU.light_bytes]
         assert widths == (*narrower, *largest[:1])
         assert all(width % widths[0] == 0 for width in widths)
     assert CPU.buckets(work=10**7, row_bytes=5_000).widths == CPU.heavy
