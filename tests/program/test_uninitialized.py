@@ -111,13 +111,13 @@ def test_memory_of_large_arenas_is_asked_for_in_huge_pages():
 
 
 def test_programs_are_exported_without_it(params):
-    """Another process may run them without this package."""
+    """Another process may run them without this package, nor its core, which adds otherwise."""
     batched = jedbatch.batch(root)
     plan = batched.plan(params, trees(0, 3))
     step, _ = lowered(params, plan, batched)
     exported = jax.export.export(step)(params, plan)
     assert TARGET not in exported.mlir_module()
-    assert_close(exported.call(params, plan), step(params, plan), 1e-6)
+    assert_close(exported.call(params, plan), step(params, plan), 1e-4)
 
 
 def test_no_fault_is_found_in_rows_that_nobody_reads(params):
