@@ -1,5 +1,7 @@
 """Widths of chunks: those worth compiling, and minibatches that want wider ones."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,11 +107,12 @@ def test_few_wide_batches_are_cut_and_many_get_a_program(params, monkeypatch):
 
 def test_a_width_that_saves_little_is_not_compiled(params):
     """One chunk of 512 leaves among hundreds of small ones; more of them in flat trees."""
+    target = dataclasses.replace(TARGETS["cpu"], name="wide", light=(8, 64, 512))
     rng = np.random.default_rng(0)
     long = [chain(rng.normal(size=LEAVES * 8).tolist()) for _ in range(2)]
     flat = [balanced(rng.normal(size=LEAVES * 8).tolist()) for _ in range(2)]
     for instances, spared in (long, True), (flat, False):
-        plan = jedbatch.batch(encode).plan(params, instances)
+        plan = jedbatch.batch(encode, target=target).plan(params, instances)
         sizes, batch_type = np.diff(plan.schedule.node_ptr), plan.schedule.batch_type
         for k, kernel in enumerate(plan.static.signature.kernels):
             used = kernel.buckets.cover(sizes[batch_type == k]).any(axis=0)
