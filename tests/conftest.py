@@ -7,10 +7,13 @@ a table of which some cases are always run (`cases.helpers.mostly_slow`), or tra
 Most of the time of tests goes into compiling. Slow ones, and modules marked as `unoptimized`, whose
 programs take long or are like those of other tests, are compiled with little optimization of the
 machine's code, and on JAX 0.10 with XLA's older emitters of fusions, which take half as long; all
-others as users compile them (`is_optimized`).
+others as users compile them (`is_optimized`). Single operations, of which the plain loop compiles
+hundreds, and draws of random numbers are compiled with little optimization in all tests.
 """
 
+import functools
 import gc
+import inspect
 import os
 import threading
 from pathlib import Path
@@ -40,9 +43,10 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-LITTLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # all passes of XLA run, but LLVM's hardly any
+LITTLE = "JAX_DISABLE_MOST_OPTIMIZATIONS"  # XLA's passes run but for one, LLVM's hardly any
 GIVEN = LITTLE in os.environ
 HAS_EMITTERS = jax.__version_info__ < (0, 11)  # of fusions, two kinds
+OLDER_EMITTERS = {"xla_cpu_use_fusion_emitters": "False"}
 ARE_OPTIMIZED = pytest.StashKey[bool]()  # the programs that this process holds
 
 
@@ -51,12 +55,34 @@ def is_optimized(item):
     return not (item.get_closest_marker("slow") or item.get_closest_marker("unoptimized"))
 
 
-def with_older_emitters(
-    *args, env_options_overrides=None, get=compiler.get_compile_options, **rest
-):
-    """The options that JAX gives a program, and one more."""
-    overrides = {**(env_options_overrides or {}), "xla_cpu_use_fusion_emitters": "False"}
-    return get(*args, env_options_overrides=overrides, **rest)
+DRAWS = {
+    f"jit_{name}"
+    for name, fn in vars(inspect.getmodule(jax.random.normal)).items()
+    if hasattr(fn, "trace")  # it is compiled where it is called by itself
+}
+
+
+def is_small(program):
+    """Returns whether a program is an operation of the plain loop, or draws random numbers."""
+    if program.operation.attributes["sym_name"].value in DRAWS:
+        return True
+    blocks = [b for fn in program.body.operations for region in fn.regions for b in region.blocks]
+    return sum(len(block.operations) for block in blocks) <= 4  # of which one returns
+
+
+@functools.partial(setattr, compiler, "compile_or_get_cached")
+def compile_program(backend, program, devices, options, *rest, make=compiler.compile_or_get_cached):
+    """The compiled program of a module of MLIR, made with little optimization of what is small."""
+    debug = options.executable_build_options.debug_options
+    if is_small(program):
+        debug.xla_backend_optimization_level = 0
+        debug.xla_llvm_disable_expensive_passes = True
+    if debug.xla_backend_optimization_level == 0 and not debug.xla_disable_hlo_passes:
+        debug.xla_disable_hlo_passes = "while-loop-invariant-code-motion"  # costly
+    if debug.xla_backend_optimization_level == 0 and HAS_EMITTERS:
+        given = dict(options.env_option_overrides)
+        options.env_option_overrides = list((OLDER_EMITTERS | given).items())
+    return make(backend, program, devices, options, *rest)
 
 
 def pytest_collection_modifyitems(items):
@@ -100,8 +126,6 @@ def pytest_runtest_protocol(item):
         return (yield)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(LITTLE, "1")
-        if HAS_EMITTERS:
-            patch.setattr(compiler, "get_compile_options", with_older_emitters)
         jax.config.update(LITTLE.lower(), True)
         try:
             return (yield)
