@@ -248,6 +248,18 @@ def test_values_of_instances_are_not_kept():
     assert sum(ref() is not None for ref in held) <= 1
 
 
+def test_deep_trees_come_first():
+    """Functions are converted and looked at wherever they are called."""
+    fn = recursive(lambda params, word: leaf(params, word), lambda *args: node(*args))
+    deep = 3
+    for word in range(3000):
+        deep = deep, word % 20
+    batched = jedbatch.batch(fn, granularity="auto")
+    plan = batched.plan(PARAMS, [deep, *trees(0)], gradient=False)
+    assert len(plan.graph.present_types) == 2
+    assert_close(batched(PARAMS, trees(1)), loop(fn, PARAMS, trees(1)), 1e-5)
+
+
 # --- converted functions ---
 
 

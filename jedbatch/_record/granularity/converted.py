@@ -13,6 +13,7 @@ flow, too, which stays Python's here.
 import __future__
 
 import ast
+import concurrent.futures
 import functools
 import linecache
 import types
@@ -54,7 +55,15 @@ def convert(fn: types.FunctionType, hook: Callable) -> types.FunctionType | None
 
 @functools.lru_cache(maxsize=1024)
 def converted_code(code: types.CodeType) -> types.CodeType | None:
-    """Returns code with all calls hooked; None if its source cannot be told."""
+    """Returns code with all calls hooked; None if its source cannot be told.
+
+    Python compiles less the deeper functions recur, so this is done in a thread of its own.
+    """
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(_converted, code).result()
+
+
+def _converted(code: types.CodeType) -> types.CodeType | None:
     source = "".join(linecache.getlines(code.co_filename))
     try:
         tree = ast.parse(source)
