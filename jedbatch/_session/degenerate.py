@@ -21,6 +21,7 @@ from jedbatch.errors import (
 
 GROWING_PLANS = 6  # plans in a row with types that none before had,
 GROUPED_PLANS = 3  # and so many where instances are grouped by equal shapes
+FEW_LENGTHS = 2  # of lists, which make no more types than a program may have
 FEW_PROGRAMS = 8  # for one instance of a minibatch each, of which there is no warning
 
 
@@ -163,13 +164,14 @@ def warn_if_rounds_grow(registry: Registry, num_compiled: int) -> None:
       registry: of the types.
       num_compiled: programs for rounds that the call compiled.
     """
-    if num_compiled < GROWING_PLANS:
+    if num_compiled < GROUPED_PLANS:
         return
     lengths: dict[str, dict[int, int]] = {}  # a type by the number of operands, by name
     for t, node_type in enumerate(registry.node_types):
         lengths.setdefault(node_type.name, {})[len(node_type.operands)] = t
     name, types = max(lengths.items(), key=lambda item: len(item[1]))
-    if len(types) < GROWING_PLANS:
+    are_many = len(types) > FEW_LENGTHS and len(registry.node_types) > MAX_TYPES
+    if not are_many and min(num_compiled, len(types)) < GROWING_PLANS:
         return
     last = types[max(types)]
     at = f" ({registry.lines[last]})" if last in registry.lines else ""

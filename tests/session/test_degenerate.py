@@ -3,9 +3,11 @@
 import re
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases.programs import weights
 
 import jedbatch
 from jedbatch.errors import (
@@ -147,6 +149,30 @@ def test_lists_that_get_longer_where_python_decides():
         results = jedbatch.batch(sums)(W, xs)
     assert len(warned) == 1
     np.testing.assert_array_equal(results, [sums(W, x) for x in xs])
+
+
+def test_short_lists_of_many_types_where_python_decides():
+    """The best of a list is taken out of it, again and again."""
+
+    def emptied(params, vectors):
+        vectors, h, chosen = list(vectors), params["h"], []
+        while len(vectors) > 1:
+            states = [jnp.tanh(x @ params["w"] + h @ params["q"]) for x in vectors]
+            scores = jnp.stack([x @ params["h"] for x in states])
+            best = int(jnp.argmax(scores))
+            chosen.append(scores[best] - jax.nn.logsumexp(scores))
+            h = jnp.tanh(h + vectors.pop(best))
+        return h, sum(chosen, 0.0)
+
+    params = weights(0, w=(2, 2), q=(2, 2), h=(2,))
+    rng = np.random.default_rng(0)
+    xs = [tuple(rng.normal(size=(n, 2)).astype(np.float32)) for n in (6, 4, 4, 2, 2, 1, 1, 1)]
+    with pytest.warns(GrowingTypesWarning, match="`stack` .* has 2 to 6 operands") as warned:
+        results = jedbatch.batch(emptied)(params, xs)
+    assert len(warned) == 1
+    expected = map(np.stack, zip(*[emptied(params, x) for x in xs], strict=True))
+    for got, correct in zip(results, expected, strict=True):
+        np.testing.assert_allclose(got, correct, rtol=1e-5, atol=1e-6)
 
 
 def test_lengths_that_are_new_in_each_call_that_decides():
