@@ -398,6 +398,7 @@ def instances_of(x: Any, who: str) -> list[Any]:
             f"{who} is {checks.shown(x)}, but `in_axes` has 0 for it; expected a sequence of "
             "instances, such as a list, or an array or a dict of arrays, whose rows are the "
             "instances. If all instances share it, write None in `in_axes`."
+            + (" An iterator is read once: write `list(...)`." if isinstance(x, Iterator) else "")
         )
     leaves, structure = flatten(x, who)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(x)]

@@ -62,6 +62,11 @@ def test_instances_that_are_no_sequence(instances):
         jedbatch.batch(double)(P, instances)
 
 
+def test_iterators_of_instances():
+    with pytest.raises(TypeError, match=r"of type map, .* write `list\(\.\.\.\)`"):
+        jedbatch.batch(double)(P, map(jnp.float32, range(3)))
+
+
 def test_arguments_by_name():
     batched = jedbatch.batch(lambda p, x, scale=1.0: p * x * scale)
     with pytest.raises(TypeError, match=r"got scale=.*functools.partial\(fn, scale=\.\.\.\)"):
