@@ -229,7 +229,7 @@ class Tap:
         It is if several rows of each lane are multiplied by a matrix that is no larger than in
         `sum`: XLA:CPU takes three times as long, and has to mask them before.
         """
-        if self.product is None or len(self.shapes[0]) != 2:
+        if self.product is None or len(self.shapes[0]) != 2 or 0 in self.shapes[0]:
             return None
         if consts[self.consts[0]].size > MOST_SUMMED:
             return None
