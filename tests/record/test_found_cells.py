@@ -248,6 +248,20 @@ def test_values_of_instances_are_not_kept():
     assert sum(ref() is not None for ref in held) <= 1
 
 
+def test_bodies_of_loops_call_functions_too():
+    """Their arguments are tracers of JAX there; the same function may be called outside."""
+
+    def fn(params, tree):
+        if isinstance(tree, int):
+            return leaf(params, tree)
+        left, right = fn(params, tree[0]), fn(params, tree[1])
+        turn = lambda k, h: node(params, h, right)  # noqa: E731
+        return node(params, jax.lax.fori_loop(0, 2, turn, left), right)
+
+    for granularity in ("auto", None):
+        check(fn, PARAMS, trees(0), granularity=granularity, gradients=False)
+
+
 def test_deep_trees_come_first():
     """Functions are converted and looked at wherever they are called."""
     fn = recursive(lambda params, word: leaf(params, word), lambda *args: node(*args))

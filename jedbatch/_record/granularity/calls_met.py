@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jedbatch._record.instance_arrays import array_type, is_array
 from jedbatch._record.registry import NUMBER_TYPES
-from jedbatch._record.symbols import Shared, Symbol, Value
+from jedbatch._record.symbols import Shared, Value
 
 MAX_WRITTEN = 4096  # elements of a constant that is compared with others by what is in it
 
@@ -155,7 +156,7 @@ def _kinds(args: tuple, static: dict, recorder: Any) -> Iterator[Hashable]:
             yield "shared", leaf.index
         elif isinstance(leaf, NUMBER_TYPES) and not isinstance(leaf, bool):  # Python decides on it
             yield type(leaf).__name__
-        elif is_array(leaf) and not isinstance(leaf, Symbol):
+        elif is_array(leaf) and not isinstance(leaf, Tracer):  # of a body that JAX traces
             yield array_type(leaf)
         else:
             raise TypeError("neither array nor number")
