@@ -156,7 +156,7 @@ def rows_at(
 
 
 def _filling(fill: Any, dtype: Dtype) -> Any:
-    """What JAX reads where there is nothing."""
+    """Returns the value that JAX reads where there is nothing."""
     if fill is not None:
         return fill
     if jnp.issubdtype(dtype, jnp.inexact):

@@ -1,5 +1,6 @@
 """Functions that are taken for cells, and what is called in place of what."""
 
+import functools
 import gc
 import traceback
 import types
@@ -41,6 +42,18 @@ def recursive(leaf, node):
         return node(params, fn(params, tree[0]), fn(params, tree[1]))
 
     return fn
+
+
+def by_partial(params, tree):
+    """Parts that have their parameters already, and children by `map`."""
+    if isinstance(tree, int):
+        return leaf(params, tree)
+    compose = functools.partial(node, params)
+    return compose(*map(functools.partial(by_partial, params), tree))
+
+
+def by_reduce(params, words):
+    return functools.reduce(functools.partial(node, params), (leaf(params, w) for w in words))
 
 
 class Model:
@@ -97,6 +110,7 @@ MODELS = {
     "functions": (recursive(leaf, node), PARAMS),
     "compiled": (recursive(jax.jit(leaf), jax.jit(node)), PARAMS),
     "methods": (Model(2.0), PARAMS),
+    "partial": (by_partial, PARAMS),
     "pytrees": (by_composer, PARAMS | {"composer": Composer(PARAMS["W"])}),
     "modules": (by_layer, PARAMS | {"layer": LAYER.init(jax.random.key(0), *jnp.zeros((2, H)))}),
 }
@@ -139,6 +153,22 @@ def test_parts_of_models_are_cells(name, granularity, monkeypatch):
     assert len(plan.graph.node_type) == 2 * num_leaves - len(unseen)
     assert len(plan.graph.present_types) == 2
     assert_close(batched.apply(params, plan), loop(fn, params, unseen), 1e-5)
+
+
+def test_steps_of_reductions_are_cells(monkeypatch):
+    """Of sequences, which have fewer instances of each kind."""
+
+    def words(seed):
+        rng = np.random.default_rng(seed)
+        return [tuple(rng.integers(20, size=n).tolist()) for n in rng.integers(2, 12, 32)]
+
+    batched = check(by_reduce, PARAMS, words(0), granularity="auto")
+    for seed in range(1, 4):
+        batched.plan(PARAMS, words(seed), gradient=False)
+    counts = count_operations(monkeypatch)
+    plan = batched.plan(PARAMS, words(4), gradient=False)
+    assert counts[0] == 0
+    assert_close(batched.apply(PARAMS, plan), loop(by_reduce, PARAMS, words(4)), 1e-5)
 
 
 def halved(params, h, depth):
@@ -190,7 +220,7 @@ def with_depth(part):
 @pytest.mark.parametrize("granularity", ["auto", None])
 @pytest.mark.parametrize("part", [halved, chosen, asked, spelt, caught])
 def test_what_python_computes_is_no_part_of_a_cell(part, granularity):
-    """What comes later may show that a function is no cell; results are those of the loop."""
+    """Later calls may show that a function is no cell; results are those of the loop."""
     fn = with_depth(part)
     batched = jedbatch.batch(fn, granularity=granularity)
     path = 3

@@ -22,7 +22,7 @@ from jedbatch._record.symbols import Shared, Value
 MAX_WRITTEN = 4096  # elements of a constant that is compared with others by what is in it
 
 
-class Source(NamedTuple):
+class Origin(NamedTuple):
     """Where an operand may come from, or a result.
 
     Attributes:
@@ -32,18 +32,18 @@ class Source(NamedTuple):
     """
 
     ways: frozenset[Hashable]
-    computed_from: tuple["Source", ...] = ()
+    computed_from: tuple["Origin", ...] = ()
 
-    def both(self, other: "Source") -> "Source | None":
+    def both(self, other: "Origin") -> "Origin | None":
         """Returns what holds of two calls; None if nothing does."""
         ways, computed_from = (
             self.ways & other.ways,
             _all_both(self.computed_from, other.computed_from),
         )
-        return Source(ways, computed_from or ()) if ways or computed_from else None
+        return Origin(ways, computed_from or ()) if ways or computed_from else None
 
 
-def _all_both(some: Sequence[Source], others: Sequence[Source]) -> tuple[Source, ...] | None:
+def _all_both(some: Sequence[Origin], others: Sequence[Origin]) -> tuple[Origin, ...] | None:
     if len(some) != len(others):
         return None
     found = [a.both(b) for a, b in zip(some, others, strict=True)]
@@ -51,7 +51,7 @@ def _all_both(some: Sequence[Source], others: Sequence[Source]) -> tuple[Source,
 
 
 class Done(NamedTuple):
-    """What a call does.
+    """The operations of a call, and where they take their operands from.
 
     Attributes:
       call_specs: of its operations.
@@ -61,10 +61,10 @@ class Done(NamedTuple):
 
     call_specs: tuple[int, ...]
     structure: Hashable
-    sources: tuple[Source, ...]
+    sources: tuple[Origin, ...]
 
     def both(self, other: "Done") -> "Done | None":
-        """Returns what two calls do; None if they do not do the same."""
+        """Returns the same of two calls; None if they do not do the same."""
         if self.call_specs != other.call_specs or self.structure != other.structure:
             return None
         sources = _all_both(self.sources, other.sources)
@@ -181,27 +181,27 @@ def _done(recorder: Any, before: tuple[int, int, int], args: tuple, result: Any)
         elif type(leaf) is not Shared:
             numbers.setdefault(_written(leaf), set()).add(("argument", k))
 
-    def shared(index: int) -> Source:
+    def shared(index: int) -> Origin:
         made_of = tuple(map(constant, recorder.origins.get(("shared", index), ())))
-        return Source(frozenset({("shared", index)}), made_of)
+        return Origin(frozenset({("shared", index)}), made_of)
 
-    def constant(value: Any) -> Source:
+    def constant(value: Any) -> Origin:
         if type(value) is Shared:
             return shared(value.index)
         written = _written(value)
         ways = frozenset({("constant", written), *numbers.get(written, ())})
-        return Source(ways, tuple(map(constant, recorder.origins.get(id(value), ()))))
+        return Origin(ways, tuple(map(constant, recorder.origins.get(id(value), ()))))
 
-    def source(reference: int) -> Source:
+    def source(reference: int) -> Origin:
         if reference >= num_values:
-            return Source(frozenset({("made", reference - num_values)}))
+            return Origin(frozenset({("made", reference - num_values)}))
         if reference in symbols:
-            return Source(frozenset(symbols[reference]))
+            return Origin(frozenset(symbols[reference]))
         if reference in recorder.leaves:
-            return Source(frozenset(_parts(recorder.leaves[reference], leaves, recorder)))
+            return Origin(frozenset(_parts(recorder.leaves[reference], leaves, recorder)))
         if reference < 0:
             return constant(recorder.input_value[-1 - reference])
-        return Source(frozenset())  # a value that the function holds
+        return Origin(frozenset())  # a value that the function holds
 
     sources = list(map(source, recorder.references[num_references:]))
     outs, structure = jax.tree.flatten(result)

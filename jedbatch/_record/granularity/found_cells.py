@@ -20,6 +20,7 @@ To have a say in what is called, functions are converted (see `_record.granulari
 function of which no source is found runs as it is, and what it calls is recorded as it always was.
 """
 
+import collections
 import functools
 import inspect
 import types
@@ -62,7 +63,7 @@ class FoundCells:
         self._calls: dict[Any, CallsMet] = {}
         self._cells: dict[Any, tuple[Any, Callable]] = {}
         self._refused: dict[Any, Any] = {}
-        self._stack: list[CallsMet] = []
+        self._active: collections.Counter[CallsMet] = collections.Counter()
         self._num_operations = self._num_instances = 0
         targets = self._targets
 
@@ -76,7 +77,7 @@ class FoundCells:
 
     def converted(self, fn: Callable) -> Callable:
         """Returns a function of one instance as it is to be recorded; itself without its source."""
-        self._stack.clear()
+        self._active.clear()
         if len(self._targets) > MAX_TARGETS:
             self._forget_targets()
         for key in self._made:  # with the values of instances that they hold
@@ -94,6 +95,11 @@ class FoundCells:
             return self._function(fn)
         if isinstance(fn, types.MethodType):
             return self._method(fn, fn.__func__, fn.__self__)
+        if isinstance(fn, functools.partial):
+            target = self._hook(fn.func)
+            return fn if target is fn.func else functools.partial(target, *fn.args, **fn.keywords)
+        if fn is map or fn is functools.reduce:
+            return self._keep(fn, lambda f, *xs, **options: fn(self._hook(f), *xs, **options))
         if isinstance(fn, jax.stages.Wrapped):
             if _root(fn) not in OF_JAX:
                 return self._keep(fn, self._in_place(id(fn), fn, fn))
@@ -167,17 +173,17 @@ class FoundCells:
             calls = self._calls.get(key)
             if calls is None:
                 calls = self._calls[key] = _unmet(fn, may_be_cell)
-            if calls in self._stack:
-                for met in self._stack:  # all that call what recurs
-                    met.is_cell = False
-            self._stack.append(calls)
-            for met in self._stack:
+            recurs = self._active[calls] > 0
+            self._active[calls] += 1
+            for met in self._active:  # all that are being called
                 met.asks |= calls.asks
-                met.is_cell &= not calls.changes
+                met.is_cell &= not (recurs or calls.changes)
             try:
                 return calls.record(recorder, target, args, static)
             finally:
-                del self._stack[-1:]
+                self._active[calls] -= 1
+                if self._active[calls] <= 0:
+                    del self._active[calls]
 
         return call
 
@@ -236,14 +242,18 @@ class FoundCells:
             except RecursionError:
                 raise
             except Exception:
-                if key in self._cells:
-                    self._refused[key] = self._cells.pop(key)
-                    self._forget_targets()
-                    self.has_failed = True
-                    self.revision += 1
-                return fn(*args, **static)
+                self._refuse(key)
+            return fn(*args, **static)  # whose errors are the user's
 
         return call
+
+    def _refuse(self, key: Any) -> None:
+        """Takes a function for none from now on."""
+        if key in self._cells:
+            self._refused[key] = self._cells.pop(key)
+            self._forget_targets()
+            self.has_failed = True
+            self.revision += 1
 
 
 def _unmet(fn: Any, may_be_cell: bool) -> CallsMet:
