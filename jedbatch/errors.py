@@ -245,11 +245,8 @@ class NoCellsWarning(PerformanceWarning):
     **Reason.** Operations that always run together are found and merged, so that a minibatch runs
     as it would with cells. But of an instance that is new each operation passes through JAX, at
     about ten microseconds, where a call of a cell takes one. Instances met before cost nothing.
-    What is done for one node stands in the recursive function itself, or is no function of arrays
-    alone; else it would have been taken for a cell.
 
-    **Cure.** Put what is done for one node into a function of its own, `node(params, left, right)`,
-    or mark it as a cell; the message names the function that it is in now. Where
+    **Cure.** Mark what is done for one node as a cell; the message names the function. Where
     planning does not matter, as with few instances that come again, choose
     `jedbatch.batch(fn, granularity="auto")`, which does not warn.
 

@@ -56,29 +56,23 @@ Read in this order:
 37. `trace`: Recording a minibatch: every instance of it as a graph.
 38. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-39. `granularity.converted`: Converted functions: what a Python function calls is asked about first,
-   as in AutoGraph.
-40. `granularity.calls_met`: Calls of functions of the user, and whether they are like those of a
-   cell.
-41. `granularity.found_cells`: Found cells: functions of the user that are cells, though nobody
-   marked them.
-42. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-43. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+39. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+40. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-44. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+41. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-45. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+42. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-46. `granularity.fuse`: Finding cells without marks: operations that always run together become
+43. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-47. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+44. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-48. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+45. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-49. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-50. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+46. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+47. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-51. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-52. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+48. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+49. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """

@@ -3,7 +3,6 @@
 Code that decides on the value of an operand is an error of JAX. Code that asks for its type, as in
 `isinstance(t, float) and t == 0.5`, is none, but does something else than with a number. So what
 runs while a cell is traced is looked at, wherever it comes from: functions, methods, properties.
-Code that changes things is told from its instructions, too.
 """
 
 import contextlib
@@ -112,14 +111,14 @@ def _asks(frame: types.FrameType) -> bool:
     if code.co_name == "__repr__" and isinstance(frame.f_locals.get("self"), Tracer):
         return True
     if not is_installed(module):
-        return may_ask(code)
+        return _may_ask(code)
     if module == "functools" and "singledispatch" in code.co_qualname and frame.f_back is not None:
         return not is_installed(frame.f_back.f_globals.get("__name__", ""))
     return False
 
 
 @functools.lru_cache(maxsize=4096)
-def may_ask(code: types.CodeType) -> bool:
+def _may_ask(code: types.CodeType) -> bool:
     """Returns whether code, or code of functions that are made in it, asks or catches errors."""
     operations = code.co_code[::2]
     names_classes = dis.opmap["MATCH_CLASS"] in operations  # of a `case` statement
@@ -130,7 +129,7 @@ def may_ask(code: types.CodeType) -> bool:
         return True
     if not ASKING.isdisjoint(code_names(code)):
         return True
-    return any(may_ask(c) for c in code.co_consts if isinstance(c, types.CodeType))
+    return any(_may_ask(c) for c in code.co_consts if isinstance(c, types.CodeType))
 
 
 def _finds(frame: types.FrameType) -> bool:
@@ -156,48 +155,3 @@ def _is_finding(operation: dis.Instruction) -> bool:
         return "==" in operation.argrepr or "!=" in operation.argrepr
     # From Python 3.14 on to look something up is one of the binary operators.
     return operation.opname in FINDS or operation.argrepr == "[]"
-
-
-CHANGING = frozenset(
-    {
-        "add",
-        "append",
-        "appendleft",
-        "clear",
-        "discard",
-        "extend",
-        "insert",
-        "pop",
-        "popleft",
-        "remove",
-        "reverse",
-        "setattr",
-        "setdefault",
-        "sort",
-        "update",
-    }
-)
-STORES = frozenset({"STORE_ATTR", "STORE_GLOBAL", "STORE_SUBSCR"})
-FRESH = frozenset({"BUILD_LIST", "BUILD_MAP", "BUILD_SET", "DICT_UPDATE", "LIST_EXTEND"})
-
-
-@functools.lru_cache(maxsize=4096)
-def may_change_things(code: types.CodeType) -> bool:
-    """Returns whether code may change things that there were before: objects, globals, its closure.
-
-    Lists, dicts and sets that it makes itself are its own.
-    """
-    operations = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
-    stored = [
-        (x.argval, before.opname in FRESH)
-        for before, x in itertools.pairwise(operations)
-        if x.opname == "STORE_FAST"
-    ]
-    own = {name for name, _ in stored} - {name for name, is_fresh in stored if not is_fresh}
-    own -= set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
-    for before, x in itertools.pairwise(operations):
-        if x.opname in STORES or (x.opname == "STORE_DEREF" and x.argval in code.co_freevars):
-            return True
-        if x.argval in CHANGING and isinstance(x.argval, str) and before.argval not in own:
-            return True
-    return any(may_change_things(c) for c in code.co_consts if isinstance(c, types.CodeType))

@@ -28,7 +28,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -96,7 +96,6 @@ class Recorder(Trace):
       tracers: tracers of outer transformations that the function closes over.
       caching: whether the current instance's graph is good for later calls too.
       computed: arrays that were computed from numbers and constants, by id.
-      origins: what these were computed from, if there is a grouping.
       leaves: (number, path) of the instance's arrays and their parts, by reference.
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
       script: answers `if`, `while`, `int()` and `float()` on values that are there already, if it
@@ -121,10 +120,13 @@ class Recorder(Trace):
         together: Callable[[Sequence[Callable[[], Any]]], list[Any]] = in_order,
     ):
         super().__init__()
-        self.registry, self.caller = registry, caller
-        self.active = self.caching = True
-        self.read, self.together = read, together
+        self.registry = registry
+        self.caller = caller
+        self.active = True
+        self.caching = True
+        self.read = read
         self.script: Any = None
+        self.together = together
         ints: list[list[int]] = lists_of_ints(self.result, 4)
         self.call_specs, self.references, self.input_group, self.counter = ints
         self.counter.append(0)
@@ -137,7 +139,6 @@ class Recorder(Trace):
         self._shared: Any = None
         self.leaves: dict[int, tuple[int, Leaf]] = {}
         self.computed: dict[int, Any] = {}
-        self.origins: dict[Hashable, Sequence[Leaf]] = {}
         self._owned: set[int] | None = None
         self.is_opened = False  # while it records a body in which functions are programs
         self.watched: dict[int, Watched] = {}  # containers that may change
@@ -207,7 +208,6 @@ class Recorder(Trace):
             self.registry = weakref.proxy(self.registry)
         for memory in (self.known, self._containers, self.kept, self.computed, self.leaves):
             memory.clear()
-        self.origins.clear()
 
     @property
     def num_values(self) -> int:
@@ -546,12 +546,7 @@ class Recorder(Trace):
                 out = list(call(*args))
             constants[full] = out
         self.computed.update((id(x), x) for x in out)
-        self._note_origins(map(id, out), args)
         return out
-
-    def _note_origins(self, results: Iterable[Hashable], args: Sequence[Leaf]) -> None:
-        if self.grouping is not None:
-            self.origins.update(dict.fromkeys(results, args))
 
     def _shared_operation(self, key, call, args, tracers) -> list[Leaf]:
         """Records an operation on shared values and constants, done once per minibatch."""
@@ -563,14 +558,11 @@ class Recorder(Trace):
             source = iter(values)
             return call(*(next(source) if i in tracers else x for i, x in enumerate(args)))
 
-        given = args
         # A call kept for later must not keep this recorder's tracers alive.
         args = [None if i in tracers else x for i, x in enumerate(args)]
         shared = tuple(s.index for s in tracers.values())
         tracers = set(tracers)
-        results = self.registry.shared_results((key, marks), filled, shared)
-        self._note_origins((("shared", i) for i in results), given)
-        return [Shared(self, i) for i in results]
+        return [Shared(self, i) for i in self.registry.shared_results((key, marks), filled, shared)]
 
     # --- results ---
 

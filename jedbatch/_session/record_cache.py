@@ -1,7 +1,7 @@
 """`RecordCache`: the graphs of instances that are kept between minibatches."""
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,11 +12,9 @@ from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.regions import RaggedRecord, Regions
 from jedbatch._ragged.tiled_records import Expansion
 from jedbatch._record.environment import NOWHERE, Reached
-from jedbatch._record.granularity.found_cells import FoundCells
-from jedbatch._record.granularity.fuse import GRANULARITIES, Blocks
+from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._record.granularity.lists import StackedLists
 from jedbatch._record.granularity.readout import Readouts
-from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_key import keys_with_arrays
 from jedbatch._record.registry import MAX_READ_STATES, Registry
 from jedbatch._session.merging import Merging, Unmarked
@@ -25,8 +23,6 @@ from jedbatch._support.caches import Memory
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array
 
-MORE_NODES = 1.1  # may be recorded with cells than there are if what always runs together is merged
-MERGED = "granularity is 'auto'"
 BYTES_PER_NODE = 100  # of an instance, estimated
 
 
@@ -109,7 +105,6 @@ class RecordCache:
     Attributes:
       registry: types met so far.
       grouping: merges nodes or takes them apart; None if nodes are what was recorded.
-      found: cells among functions that the function calls, if they are to be found.
       lists: merges what is done with lists outside of cells; None if operations are kept apart.
       readouts: merges what is done after the last cells; None if operations are kept apart.
       merging: says whether to merge nodes; None if that is decided.
@@ -124,10 +119,7 @@ class RecordCache:
     def __init__(self, registry: Registry, options: Options, target: Target):
         self.registry = registry
         self.grouping = GRANULARITIES[options.granularity or "cell"](registry)
-        self.found = None if options.granularity in ("cell", "op") else FoundCells()
         self.merging = Merging(registry) if options.granularity is None else None
-        self._blocks: Blocks | None = None  # that cells have taken the place of
-        self._is_on_trial, self._num_merged = False, 0.0
         self.unmarked: Unmarked | None = None
         self.lists = StackedLists(registry) if options.granularity is None else None
         self.readouts = Readouts(registry) if options.granularity is None else None
@@ -136,10 +128,9 @@ class RecordCache:
         self._number = NOWHERE.number
         self.by_key, self.by_id, self.with_arrays = self._memories(NOWHERE.number)
         registry.read(NOWHERE)
-        self._is_auto = options.granularity == "auto"
         apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
-        self._families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
-        self.lengths = Lengths(apart, self._families)
+        families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
+        self.lengths = Lengths(apart, families)
         self.regions = Regions(registry, target.rest_work)
         self.expansion = Expansion(self.regions)
 
@@ -250,7 +241,7 @@ class RecordCache:
     @property
     def revision(self) -> int:
         """How often types that had been met became others."""
-        merged = sum(x.revision for x in (self.lists, self.readouts, self.found) if x)
+        merged = sum(x.revision for x in (self.lists, self.readouts) if x)
         return merged + self.registry.arities.revision + self.registry.shared_operands.revision
 
     def assumed(self) -> tuple[Hashable, ...]:
@@ -275,94 +266,18 @@ class RecordCache:
             self.forget_records()
             raise GuardFailed
 
-    def decide(self, records: Sequence[Record]) -> None:
-        """Does what the first minibatches have said about merging nodes, if they have.
-
-        Args:
-          records: the last ones, as recorded without merging any.
-        """
-        if self.merging is None or not self.merging.is_decided:
-            return
-        assert self.found is not None
-        if self.merging.pays:
-            self.grouping = self.merging.blocks
-            self.unmarked = Unmarked(self.registry, self.merging.blocks)
-            self.forget_records()
-        else:
-            self.found.decide(least=2)
-            self._try_cells(records)
-        self.merging = None
-
-    def as_called(self, fn: Callable, grouping: Grouping | None) -> Callable:
-        """Returns a function with the cells that are found in place of functions that it calls.
-
-        Args:
-          fn: the function.
-          grouping: with which it is to be recorded. Cells are looked for among merged operations,
-            which are told apart by where they are in the code, converted or not.
-        """
-        found = self.found
-        if found is None or (grouping is None and (found.is_learning or not found.are_found)):
-            return fn
-        return found.converted(fn)
-
-    def look_for_cells(self, records: Sequence[Record]) -> None:
-        """Has calls of cells be nodes, marked ones and found ones, if there are as few of them.
-
-        Args:
-          records: of some instances, as they are recorded now.
-        """
-        found, blocks = self.found, self.grouping
-        if found is None:
-            return
-        if self._is_on_trial:  # recorded with cells, for the first time
-            self._is_on_trial = False
-            if _num_nodes(records) > MORE_NODES * self._num_merged:
-                self._merge_again()
-            else:
-                self.unmarked = None
-        elif found.has_failed and self._blocks is not None:
-            self._merge_again()
-        elif found.is_learning and isinstance(blocks, Blocks):
-            found.note(len(records), blocks.num_operations)
-            if not found.is_learning:
-                self._try_cells(records)
-
-    def _try_cells(self, records: Sequence[Record]) -> None:
-        """Has calls of cells be nodes if there are any, to see how many nodes that makes."""
-        assert self.found is not None
-        blocks = self.grouping if isinstance(self.grouping, Blocks) else None
-        if self.found.are_found or (blocks is not None and blocks.has_cells):
-            self._blocks, self._is_on_trial = blocks, True
-            self._num_merged = _num_nodes(records)
-            self._group(None)
-
-    def _merge_again(self) -> None:
-        """Merges operations as before cells were found."""
-        assert self.found is not None
-        self.found.give_up()
-        self._group(self._blocks)
-        self._blocks = None
-
-    def _group(self, grouping: Blocks | None) -> None:
-        """Merges nodes from now on, or has calls of cells be nodes."""
-        self.grouping = grouping
-        if self._is_auto:
-            is_merged = grouping is not None
-            self.lists = None if is_merged else StackedLists(self.registry)
-            self.readouts = None if is_merged else Readouts(self.registry)
-            self.lengths = Lengths(MERGED if is_merged else None, self._families)
-        self.registry.forget_calls()  # or known ones would be noted neither here nor there
-        self.forget_records()
+    def decide(self) -> None:
+        """Does what the first minibatches have said about merging nodes, if they have."""
+        if self.merging is not None and self.merging.is_decided:
+            if self.merging.pays:
+                self.grouping = self.merging.blocks
+                self.unmarked = Unmarked(self.registry, self.merging.blocks)
+                self.forget_records()
+            self.merging = None
 
     def bind(self) -> bool:
         """Bounds lengths by what shared tables have room for; whether that changes anything."""
         return self.lengths.next_bound(value.aval.shape for value in self.registry.shared)
-
-
-def _num_nodes(records: Sequence[Record]) -> float:
-    """Returns the nodes of an instance, on average."""
-    return len(records[0].whole.node_type) / len(records)
 
 
 def _bytes_of_record(key: Any, record: Record) -> int:

@@ -22,7 +22,6 @@ from jedbatch._ragged.lengths import RaggedTypes
 from jedbatch._ragged.regions import RaggedRecord
 from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.environment import Reached
-from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import (
     ClassesMet,
@@ -208,24 +207,11 @@ class Recording:
 
         Raises `GuardFailed` if they must be looked at again.
         """
-
-        def record(grouping: Grouping | None, read: Any = None, types: Any = None) -> Any:
-            fn = cache.as_called(self.fn, grouping)
-            finished = None if cache.readouts is None else cache.readouts.merge
-            return trace(
-                fn,
-                cache.registry,
-                instances,
-                arrays,
-                self.join,
-                grouping,
-                read,
-                types,
-                lists=cache.lists,
-                finished=finished,
-                numbers=numbers,
-            )
-
+        arguments = self.fn, cache.registry, instances, arrays, self.join
+        finished = None if cache.readouts is None else cache.readouts.merge
+        record = functools.partial(
+            trace, *arguments, lists=cache.lists, finished=finished, numbers=numbers
+        )
         if not any(given):
             return record_either_way(cache, functools.partial(record, read=read))
         attempt = RaggedRecording(cache, arrays, given)
@@ -255,15 +241,13 @@ def _set_short_apart(
 def record_either_way(cache: RecordCache, record: Callable) -> Any:
     """Records instances as they are, or with nodes merged if that is found to pay."""
     recorded = record(cache.grouping)
-    cache.look_for_cells(recorded[0])
     if cache.unmarked is not None:
         cache.unmarked.note(recorded[0])
-    plain = recorded[0]
-    if cache.merging is not None and cache.merging.asks(plain):
+    if cache.merging is not None and cache.merging.asks(recorded[0]):
         merged = record(cache.merging.blocks)
-        cache.merging.compare(plain, merged[0])
+        cache.merging.compare(recorded[0], merged[0])
         recorded = merged if cache.merging.pays else recorded
-    cache.decide(plain)
+    cache.decide()
     return recorded
 
 

@@ -30,12 +30,6 @@ LIBRARIES = frozenset({"jax", "jaxlib", "flax", "equinox", "haiku", "numpy", "op
 _OUTSIDE, _OWN, _LIBRARY, _USER, _RECURSIVE = range(5)
 
 
-def is_library(module: str) -> bool:
-    """Returns whether functions of a module do not belong to the user's model."""
-    root = module.partition(".")[0]
-    return is_private(module) or root in LIBRARIES or root in sys.stdlib_module_names
-
-
 class Sites:
     """Call sites met so far, as small integers.
 
@@ -117,11 +111,12 @@ class Sites:
     def _meet(self, frame: FrameType) -> int:
         """Returns the kind of function that a frame not seen before belongs to."""
         module = frame.f_globals.get("__name__") or ""
+        root = module.partition(".")[0]
         if records_calls(frame.f_globals):
             kind = _OUTSIDE
         elif is_private(module):
             kind = _OWN
-        elif is_library(module):
+        elif root in LIBRARIES or root in sys.stdlib_module_names:
             kind = _LIBRARY
         else:
             kind = _USER

@@ -202,11 +202,6 @@ class Blocks:
         return Parsed(starts, parts, reads)
 
     @property
-    def has_cells(self) -> bool:
-        """Returns whether cells were called."""
-        return self._variants.are_met
-
-    @property
     def largest(self) -> Block:
         """The block of most operations."""
         return max(self._blocks.values(), key=lambda block: len(block.pattern.types))
@@ -487,11 +482,6 @@ class Variants:
         if products & self._products[cell]:
             self._apart.add(cell)
         self._products[cell] |= products
-
-    @property
-    def are_met(self) -> bool:
-        """Returns whether there are any cells."""
-        return bool(self._cell_of)
 
     @property
     def are_apart(self) -> bool:

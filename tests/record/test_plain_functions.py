@@ -1,9 +1,7 @@
-"""Functions that are taken for cells, and what is called in place of what."""
+"""Functions without cells are run as Python runs them, however often they were called before."""
 
 import functools
 import gc
-import traceback
-import types
 import weakref
 
 import equinox as eqx
@@ -16,8 +14,6 @@ from cases.helpers import assert_close, check, loop, random_tree
 from flax import linen
 
 import jedbatch
-from jedbatch._record.asking import may_change_things
-from jedbatch._record.granularity.converted import convert
 
 pytestmark = pytest.mark.unoptimized
 
@@ -33,7 +29,7 @@ def node(params, left, right):
     return jnp.tanh(jnp.concatenate([left, right]) @ params["W"] + params["b"])
 
 
-def recursive(leaf, node):
+def recursive(node, leaf=leaf):
     """A function of trees, of two functions."""
 
     def fn(params, tree):
@@ -42,6 +38,15 @@ def recursive(leaf, node):
         return node(params, fn(params, tree[0]), fn(params, tree[1]))
 
     return fn
+
+
+def trees(seed, num=24, largest=12):
+    rng = np.random.default_rng(seed)
+    word = lambda: int(rng.integers(20))  # noqa: E731
+    return [random_tree(rng, int(n), word) for n in rng.integers(2, largest, num)]
+
+
+# --- models ---
 
 
 def by_partial(params, tree):
@@ -107,68 +112,193 @@ def by_layer(params, tree):
 
 
 MODELS = {
-    "functions": (recursive(leaf, node), PARAMS),
-    "compiled": (recursive(jax.jit(leaf), jax.jit(node)), PARAMS),
+    "functions": (recursive(node), PARAMS),
     "methods": (Model(2.0), PARAMS),
     "partial": (by_partial, PARAMS),
     "pytrees": (by_composer, PARAMS | {"composer": Composer(PARAMS["W"])}),
     "modules": (by_layer, PARAMS | {"layer": LAYER.init(jax.random.key(0), *jnp.zeros((2, H)))}),
+    "compiled": (recursive(jax.jit(node), jax.jit(leaf)), PARAMS),
 }
-
-
-def trees(seed, num=24, largest=12):
-    rng = np.random.default_rng(seed)
-    word = lambda: int(rng.integers(20))  # noqa: E731
-    return [random_tree(rng, int(n), word) for n in rng.integers(2, largest, num)]
-
-
-def count_operations(monkeypatch):
-    """Counts what JAX hands to recorders."""
-    from jedbatch._record.recorder import Recorder
-
-    counts = [0]
-    process = Recorder.process_primitive
-
-    def counting(self, *args, **more):
-        counts[0] += 1
-        return process(self, *args, **more)
-
-    monkeypatch.setattr(Recorder, "process_primitive", counting)
-    return counts
 
 
 @pytest.mark.parametrize("granularity", ["auto", None])
 @pytest.mark.parametrize("name", MODELS)
-def test_parts_of_models_are_cells(name, granularity, monkeypatch):
-    """Unseen instances pass no operation through JAX, and results are those of the loop."""
+def test_parts_of_models_are_nodes(name, granularity):
     fn, params = MODELS[name]
     batched = check(fn, params, trees(0), granularity=granularity)
     for seed in range(1, 4):
         batched.plan(params, trees(seed), gradient=False)
-    counts = count_operations(monkeypatch)
     unseen = trees(4)
     plan = batched.plan(params, unseen, gradient=False)
-    assert counts[0] == 0
     num_leaves = sum(str(tree).count(",") + 1 for tree in unseen)
     assert len(plan.graph.node_type) == 2 * num_leaves - len(unseen)
     assert len(plan.graph.present_types) == 2
     assert_close(batched.apply(params, plan), loop(fn, params, unseen), 1e-5)
 
 
-def test_steps_of_reductions_are_cells(monkeypatch):
-    """Of sequences, which have fewer instances of each kind."""
+# --- what Python may do in a function ---
 
-    def words(seed):
-        rng = np.random.default_rng(seed)
-        return [tuple(rng.integers(20, size=n).tolist()) for n in rng.integers(2, 12, 32)]
 
-    batched = check(by_reduce, PARAMS, words(0), granularity="auto")
-    for seed in range(1, 4):
-        batched.plan(PARAMS, words(seed), gradient=False)
-    counts = count_operations(monkeypatch)
-    plan = batched.plan(PARAMS, words(4), gradient=False)
-    assert counts[0] == 0
-    assert_close(batched.apply(PARAMS, plan), loop(by_reduce, PARAMS, words(4)), 1e-5)
+def inner(x):
+    return 2 * x
+
+
+around = jedbatch_calls = inner
+
+
+def calls_globals(params, left, right):
+    """Names that generated code might use, too."""
+    return inner(around(jedbatch_calls(node(params, left, right))))
+
+
+def counts_locals(params, left, right):
+    combined = node(params, left, right)
+    return combined * len(locals())
+
+
+def reads_own_name(params, left, right):
+    here = reads_own_name
+    return node(params, left, right) * len(here.__code__.co_freevars + here.__code__.co_varnames)
+
+
+class Part:
+    def __init__(self):
+        self.__scale = 3.0
+
+    def __twice(self, x):
+        return 2 * x
+
+    def private(self, params, left, right):
+        return self.__twice(node(params, left, right)) * self.__scale
+
+    def scaled(self, x):
+        return 2 * x
+
+
+class Derived(Part):
+    def scaled(self, x):
+        return super().scaled(x) + 1
+
+    def of_super(self, params, left, right):
+        return self.scaled(super().scaled(node(params, left, right)))
+
+    def of_class(self, params, left, right):
+        return node(params, left, right) * len(__class__.__name__)
+
+
+def sum_of(params, tree, part, state):
+    """What a part does with each node, and what it leaves in a state of the instance."""
+
+    def visit(tree):
+        return leaf(params, tree) if isinstance(tree, int) else part(*map(visit, tree), state)
+
+    return visit(tree) + jax.tree.reduce(jnp.add, state)
+
+
+def adds_to_list(params, tree):
+    def part(left, right, state):
+        state += [node(params, left, right)]
+        return state[-1]
+
+    return sum_of(params, tree, part, [jnp.zeros(H)])
+
+
+def calls_append(params, tree):
+    def part(left, right, state):
+        list.append(state, jnp.tanh(left - right))
+        return node(params, left, right)
+
+    return sum_of(params, tree, part, [jnp.zeros(H)])
+
+
+def writes_dict(left, right, state):
+    state |= {"last": state["last"] + jnp.tanh(left - right)}
+    return jnp.tanh(left * right)
+
+
+def keeps_last(params, tree):
+    """A part that writes into an argument, which no instruction of it says."""
+    state = {"last": params["b"]}
+
+    def visit(tree):
+        if isinstance(tree, int):
+            return leaf(params, tree)
+        return writes_dict(visit(tree[0]), visit(tree[1]), state)
+
+    return visit(tree) + state["last"]
+
+
+def writes_closure(params, tree):
+    total, count = jnp.zeros(H), 0
+
+    def visit(tree):
+        nonlocal total, count
+        if isinstance(tree, int):
+            return leaf(params, tree)
+        combined = node(params, visit(tree[0]), visit(tree[1]))
+        total, count = total + combined, count + 1
+        return combined * count
+
+    return visit(tree) + total
+
+
+def of_large_ints(params, tree, depth=1):
+    """Python's integers do not wrap."""
+    if isinstance(tree, int):
+        return leaf(params, tree)
+    left, right = (of_large_ints(params, child, depth + 1) for child in tree)
+    return of_depth(params, left, right, depth)
+
+
+def of_depth(params, left, right, depth):
+    return node(params, left, right) * (((depth << 40) + depth) // 2**40 % 7)
+
+
+PLAIN = {
+    "globals": recursive(calls_globals),
+    "locals": recursive(counts_locals),
+    "own name": recursive(reads_own_name),
+    "private": recursive(Part().private),
+    "super": recursive(Derived().of_super),
+    "class": recursive(Derived().of_class),
+    "list": adds_to_list,
+    "append": calls_append,
+    "dict": lambda params, tree: sum_of(params, tree, writes_dict, {"last": jnp.zeros(H)}),
+    "last": keeps_last,
+    "nonlocal": writes_closure,
+    "integers": of_large_ints,
+}
+
+
+@pytest.mark.parametrize("granularity", ["auto", None])
+@pytest.mark.parametrize("name", PLAIN)
+def test_functions_do_what_they_do_in_python(name, granularity):
+    fn = PLAIN[name]
+    batched = jedbatch.batch(fn, granularity=granularity)
+    for seed in range(3):  # the first ones decide what is recorded how
+        assert_close(batched(PARAMS, trees(seed)), loop(fn, PARAMS, trees(seed)), 1e-5)
+
+
+class Counting:
+    """A part that keeps what it has seen."""
+
+    def __init__(self):
+        self.num_calls = 0
+
+    def __call__(self, params, left, right):
+        self.num_calls += 1
+        return node(params, left, right)
+
+
+@pytest.mark.parametrize("granularity", ["auto", None])
+def test_functions_run_for_each_node_of_what_is_unseen(granularity):
+    part = Counting()
+    batched = jedbatch.batch(recursive(part), granularity=granularity)
+    for seed in range(3):
+        batched.plan(PARAMS, trees(seed), gradient=False)
+    part.num_calls = 0
+    batched.plan(PARAMS, trees(3), gradient=False)
+    assert part.num_calls == sum(str(tree).count(",") for tree in trees(3))
 
 
 def halved(params, h, depth):
@@ -194,17 +324,6 @@ def caught(params, h, depth):
         return jnp.tanh(h) + 1
 
 
-class Counting:
-    """A part that keeps what it has seen: not a function of its arguments."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __call__(self, params, h, depth):
-        self.seen.append(depth)
-        return jnp.tanh(h) * 2
-
-
 def with_depth(part):
     """A function of trees that applies a part to all nodes, which gets the depth, too."""
 
@@ -219,8 +338,7 @@ def with_depth(part):
 
 @pytest.mark.parametrize("granularity", ["auto", None])
 @pytest.mark.parametrize("part", [halved, chosen, asked, spelt, caught])
-def test_what_python_computes_is_no_part_of_a_cell(part, granularity):
-    """Later calls may show that a function is no cell; results are those of the loop."""
+def test_python_computes_with_numbers_of_functions(part, granularity):
     fn = with_depth(part)
     batched = jedbatch.batch(fn, granularity=granularity)
     path = 3
@@ -230,20 +348,7 @@ def test_what_python_computes_is_no_part_of_a_cell(part, granularity):
         assert_close(batched(PARAMS, instances), loop(fn, PARAMS, instances), 1e-5)
 
 
-def test_what_changes_things_is_no_cell():
-    """It is called for each node of every instance that is recorded."""
-    part = Counting()
-    batched = jedbatch.batch(with_depth(part), granularity="auto")
-    for seed in range(3):
-        batched.plan(PARAMS, trees(seed), gradient=False)
-    part.seen.clear()
-    unseen = trees(3)
-    batched.plan(PARAMS, unseen, gradient=False)
-    assert len(part.seen) == sum(str(tree).count(",") for tree in unseen)
-
-
 def test_attributes_that_change_are_read():
-    """A method of an object is the same cell as long as the object is the same."""
     model = Model(2.0)
     batched = jedbatch.batch(model, granularity="auto")
     for scale in (2.0, 3.0):
@@ -279,8 +384,6 @@ def test_values_of_instances_are_not_kept():
 
 
 def test_bodies_of_loops_call_functions_too():
-    """Their arguments are tracers of JAX there; the same function may be called outside."""
-
     def fn(params, tree):
         if isinstance(tree, int):
             return leaf(params, tree)
@@ -293,8 +396,7 @@ def test_bodies_of_loops_call_functions_too():
 
 
 def test_deep_trees_come_first():
-    """Functions are converted and looked at wherever they are called."""
-    fn = recursive(lambda params, word: leaf(params, word), lambda *args: node(*args))
+    fn = recursive(node)
     deep = 3
     for word in range(3000):
         deep = deep, word % 20
@@ -302,135 +404,3 @@ def test_deep_trees_come_first():
     plan = batched.plan(PARAMS, [deep, *trees(0)], gradient=False)
     assert len(plan.graph.present_types) == 2
     assert_close(batched(PARAMS, trees(1)), loop(fn, PARAMS, trees(1)), 1e-5)
-
-
-# --- converted functions ---
-
-
-def named(x, y=2, *more, z: int = 3, **rest):
-    """A function with all kinds of parameters."""
-    return [abs(x), max([y, z, *more]), sorted(rest)]
-
-
-class Base:
-    def size(self):
-        return 1
-
-
-class Derived(Base):
-    def size(self):
-        return super().size() + len("ab")
-
-
-def counting_down(number):
-    if not number:
-        return [0]
-    return [number, *counting_down(number - 1)]
-
-
-def generated(number):
-    for k in range(number):
-        yield float(k)
-
-
-def closure(number):
-    """A function that holds a number, and one of two in a line."""
-    total = 0
-
-    def add(x):
-        nonlocal total
-        total += int(x) + number
-        return total
-
-    return add, (lambda x: str(x), lambda x: repr(x))[1]
-
-
-ADD, SPELL = closure(2)
-
-
-@pytest.mark.parametrize(
-    ("fn", "args", "called"),
-    [
-        (named, (-1, 2, 9), [abs, max, sorted]),
-        (Derived.size, (Derived(),), [super, len]),
-        (counting_down, (2,), [counting_down]),
-        (generated, (2,), [range, float, float]),
-        (SPELL, ("a",), [repr]),
-        (lambda x: [len(y) for y in x], (["a"],), [len]),
-    ],
-    ids=["parameters", "super", "recursion", "generator", "lambda", "comprehension"],
-)
-def test_calls_of_converted_functions_pass_by(fn, args, called):
-    seen = []
-
-    def hook(what):
-        seen.append(what)
-        return what
-
-    converted = convert(fn, hook)
-    assert converted is not None
-    result, expected = converted(*args), fn(*args)
-    if isinstance(result, types.GeneratorType):
-        result, expected = list(result), list(expected)
-    assert result == expected
-    of_methods = [x for x in seen if not isinstance(x, types.MethodType | types.MethodWrapperType)]
-    assert [x for x in of_methods if not isinstance(x, types.BuiltinMethodType) or x in called] == (
-        called
-    )
-    assert converted.__name__ == fn.__name__
-    assert converted.__defaults__ == fn.__defaults__
-
-
-def test_converted_functions_share_closures_and_lines():
-    converted = convert(ADD, lambda what: what)
-    assert [ADD(1), converted(1), ADD(1)] == [3, 6, 9]
-    with pytest.raises(ValueError, match="invalid literal") as raised:
-        convert(ADD, lambda what: what)("x")
-    frame = traceback.extract_tb(raised.value.__traceback__)[-1]
-    assert frame.line == "total += int(x) + number"
-    assert frame.filename == __file__
-
-
-def test_nothing_is_converted_whose_source_is_another(tmp_path):
-    """Written at run time, or edited since it was read."""
-    names = {}
-    exec("def fn(x):\n    return abs(x)\n", names)
-    assert convert(names["fn"], lambda what: what) is None
-    path = tmp_path / "edited.py"
-    path.write_text("def fn(x):\n    return abs(x) + 1\n")
-    exec(compile("def fn(x):\n    return abs(x)\n", str(path), "exec"), names)
-    assert convert(names["fn"], lambda what: what) is None
-
-
-def changes_argument(xs):
-    xs.append(1)
-    return xs
-
-
-def changes_alias(self):
-    stack = self.stack
-    stack.append(1)
-    return stack
-
-
-def changes_own(xs):
-    found = []
-    for x in xs:
-        found.append(x)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("fn", "changes"),
-    [
-        (changes_argument, True),
-        (changes_alias, True),
-        (changes_own, False),
-        (Counting.__init__, True),
-        (Counting.__call__, True),
-        (ADD, True),
-        (node, False),
-    ],
-)
-def test_code_that_changes_things(fn, changes):
-    assert may_change_things(fn.__code__) == changes
