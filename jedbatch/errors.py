@@ -238,16 +238,19 @@ class PlannedHereWarning(PerformanceWarning):
 
 
 class NoCellsWarning(PerformanceWarning):
-    """A function without cells is recorded operation by operation, again and again.
+    """A function without cells is recorded operation by operation, and these are many.
 
     **Symptom.** Planning takes longer than running, for minibatches that were never met before.
 
     **Reason.** Operations that always run together are found and merged, so that a minibatch runs
     as it would with cells. But of an instance that is new each operation passes through JAX, at
-    about ten microseconds, where a call of a cell takes one. Instances met before cost nothing.
+    ten to thirty microseconds, where a call of a cell takes one. Instances met before cost nothing.
+    The message says how many operations a minibatch was recorded as, and what that took.
 
-    **Cure.** Mark what is done for one node as a cell; the message names the function. Where
-    planning does not matter, as with few instances that come again, choose
+    **Cure.** Mark what is done for one node as a cell. The message names the functions in which
+    most operations are performed: those called by a function that recurs or loops, to be marked as
+    they are, or that function itself, where what it does for one node is to be a function of its
+    own. Where planning does not matter, as with few instances that come again, choose
     `jedbatch.batch(fn, granularity="auto")`, which does not warn.
 
         # instead of                          write

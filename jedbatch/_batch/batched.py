@@ -268,7 +268,6 @@ class Batched(Generic[*Given, Result]):
         key = session.mapped_key(self._environment.look().number, instances)
         program = None if key is None else session.mapped_again.get(key)
         if program is not None:
-            session.records.note_known()
             return program if program.takes(instances.arrays) else None
         first = instances.first()
         recorded = self._unless_decides(

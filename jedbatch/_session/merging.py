@@ -8,7 +8,8 @@ merged from then on if that makes nodes, batches and types fewer by a stated par
 function calls cells, nothing changes. It is decided once.
 
 What is merged is still recorded operation by operation where an instance has not been met before,
-at about ten microseconds each. If that goes on, it is warned of.
+at ten microseconds or more each. Where that are many, it is warned of, with the functions that most
+of them are performed in and what they cost.
 
 Where operations that follow on each other are always different ones, as in expressions of single
 operations, there is nothing to merge, and a node an operation is what cells would give.
@@ -19,6 +20,7 @@ from collections.abc import Sequence
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import operation_of
+from jedbatch._record.granularity.call_sites import Unit
 from jedbatch._record.granularity.fuse import Blocks
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.heuristics import agenda
@@ -28,9 +30,9 @@ from jedbatch.errors import NoCellsWarning
 
 MIN_INSTANCES = 8  # recorded in both ways before it is decided
 MIN_NODES = 512  # recorded before that is begun
-SLOW_PLANS = 8  # in a row, of which each
-MANY_OPERATIONS = 4096  # were recorded for
-MANY_A_NODE = 4  # and so many became a node
+MANY_OPERATIONS = 4096  # of a minibatch that are worth a warning,
+MANY_A_NODE = 4  # if so many became a node,
+MOST_NAMED, PART = 3, 0.1  # which names so many functions, each with so much of them
 FEWER = 2 / 3  # merging pays if this part of nodes and of batches is left, or less
 
 
@@ -75,38 +77,44 @@ class Merging:
         self.pays = types_left <= types and all(left <= FEWER * num for num, left in others)
 
 
-class Unmarked:
-    """How much is recorded of a function that has no cells, though it has something to mark.
+def warn_if_costly(blocks: Blocks, graph: Graph, seconds: float, warned: set[type]) -> None:
+    """Warns of many operations that few calls of cells would take the place of.
 
     Args:
-      registry: which warnings there have been.
-      blocks: that merge operations.
+      blocks: that merged them.
+      graph: of the new instances of a minibatch, merged.
+      seconds: that recording them has taken.
+      warned: which warnings there have been.
     """
-
-    def __init__(self, registry: Registry, blocks: Blocks):
-        self._warned = registry.warned
-        self._blocks = blocks
-        self._in_a_row = 0
-
-    def note(self, records: Sequence[Record]) -> None:
-        """Notes the new instances of a minibatch; warns if there are many again and again."""
-        num_operations = self._blocks.num_operations
-        num_nodes = len(records[0].whole.node_type) if records else 0
-        many = num_operations >= max(MANY_OPERATIONS, MANY_A_NODE * num_nodes)
-        self._in_a_row = self._in_a_row + 1 if records and many else 0
-        if self._in_a_row < SLOW_PLANS:
-            return
-        block = self._blocks.largest
-        most = len(block.pattern.types)
-        warn_once(
-            NoCellsWarning,
-            f"{self._in_a_row} minibatches in a row were recorded operation by operation, the last "
-            f"one as {num_operations} of them, about ten microseconds each, and merged into "
-            f"{num_nodes} nodes. A call of a cell is recorded at once: write `@jedbatch.cell` on "
-            f"what is done for one node, such as the {most} operations in `{block.name}` "
-            f"({block.line})",
-            self._warned,
+    if NoCellsWarning in warned:
+        return
+    operations, num_nodes = blocks.operations(graph), len(graph.node_type)
+    total = operations.total()
+    if total < max(MANY_OPERATIONS, MANY_A_NODE * num_nodes):
+        return
+    del operations[None]
+    units = [u for u, num in operations.most_common(MOST_NAMED) if u and num >= PART * total]
+    cures = []
+    if parts := [u for u in units if not u.is_whole]:
+        cures.append(f"write `@jedbatch.cell` above {_places(parts)}")
+    if wholes := [u for u in units if u.is_whole]:
+        cures.append(
+            "make a function with `@jedbatch.cell` above it of what is done for one node in "
+            f"{_places(wholes)}"
         )
+    warn_once(
+        NoCellsWarning,
+        f"a minibatch was recorded operation by operation: {total} of them, in "
+        f"{1e3 * seconds:.0f} ms, {1e6 * seconds / total:.1f} µs each, or "
+        f"{1e6 * seconds / num_nodes:.0f} µs for each of the {num_nodes} nodes that they were "
+        "merged into. A call of a cell is recorded at once, in about one: "
+        f"{'; '.join(cures) or 'write `@jedbatch.cell` above what is done for one node'}",
+        warned,
+    )
+
+
+def _places(units: Sequence[Unit]) -> str:
+    return ", ".join(f"`{u.name}` ({u.line})" for u in units)
 
 
 def _is_cell(graph: Graph, node_type: int) -> bool:

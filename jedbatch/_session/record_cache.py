@@ -12,12 +12,12 @@ from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.regions import RaggedRecord, Regions
 from jedbatch._ragged.tiled_records import Expansion
 from jedbatch._record.environment import NOWHERE, Reached
-from jedbatch._record.granularity.fuse import GRANULARITIES
+from jedbatch._record.granularity.fuse import GRANULARITIES, Blocks
 from jedbatch._record.granularity.lists import StackedLists
 from jedbatch._record.granularity.readout import Readouts
 from jedbatch._record.instance_key import keys_with_arrays
 from jedbatch._record.registry import MAX_READ_STATES, Registry
-from jedbatch._session.merging import Merging, Unmarked
+from jedbatch._session.merging import Merging
 from jedbatch._session.options import Options
 from jedbatch._support.caches import Memory
 from jedbatch._support.guards import GuardFailed
@@ -108,7 +108,7 @@ class RecordCache:
       lists: merges what is done with lists outside of cells; None if operations are kept apart.
       readouts: merges what is done after the last cells; None if operations are kept apart.
       merging: says whether to merge nodes; None if that is decided.
-      unmarked: watches what is recorded of a function whose nodes are merged unasked.
+      unmarked: merges nodes of a function unasked; None if it does not.
       by_key: records, by the key of the instance.
       by_id: (instance, record) by the id of an instance that cannot change.
       with_arrays: records of instances with arrays, as long as lengths do not matter.
@@ -120,7 +120,7 @@ class RecordCache:
         self.registry = registry
         self.grouping = GRANULARITIES[options.granularity or "cell"](registry)
         self.merging = Merging(registry) if options.granularity is None else None
-        self.unmarked: Unmarked | None = None
+        self.unmarked: Blocks | None = self.merging and self.merging.blocks
         self.lists = StackedLists(registry) if options.granularity is None else None
         self.readouts = Readouts(registry) if options.granularity is None else None
         self._limit, self._limit_bytes = options.cache_size, options.cache_bytes
@@ -198,7 +198,6 @@ class RecordCache:
         found = self.with_arrays.find(instances, self._learned)
         if found is not None:
             self.lengths.none_apart()
-            self.note_known()
         return found
 
     def keep(
@@ -248,11 +247,6 @@ class RecordCache:
         """Returns assumptions about lengths, numbers and lists that differ, and granularity."""
         return self.lengths.revision, self.regions.revision, self.revision, self.grouping
 
-    def note_known(self) -> None:
-        """Notes a minibatch whose instances are all known."""
-        if self.unmarked is not None:
-            self.unmarked.note(())
-
     def forget_records(self) -> None:
         """Forgets all records: types they are of have become others."""
         self.regions.forget_rest()
@@ -271,8 +265,9 @@ class RecordCache:
         if self.merging is not None and self.merging.is_decided:
             if self.merging.pays:
                 self.grouping = self.merging.blocks
-                self.unmarked = Unmarked(self.registry, self.merging.blocks)
                 self.forget_records()
+            else:
+                self.unmarked = None
             self.merging = None
 
     def bind(self) -> bool:

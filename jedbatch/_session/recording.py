@@ -7,6 +7,7 @@ in length do not make another key, as long as the function can be recorded witho
 
 import functools
 import itertools
+import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ from jedbatch._record.instance_key import (
     plain_keys,
 )
 from jedbatch._record.trace import trace
+from jedbatch._session.merging import warn_if_costly
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.types import Array
@@ -129,7 +131,6 @@ class Recording:
         nothing: Sequence[Any] = ()
         arrays = [nothing] * len(instances)
         if None not in known:
-            cache.note_known()
             return records, arrays, [], len(instances)
         keys: list[Hashable] = [None] * len(instances)
         others = [i for i, same in enumerate(known) if same is None]
@@ -156,7 +157,6 @@ class Recording:
         ]
         if not new:
             _set_short_apart(cache, records, arrays, given)
-            cache.note_known()
             if self.key is None and not are_plain:
                 cache.keep(subjects, records, arrays)
             return records, arrays, [], len(instances)
@@ -240,14 +240,16 @@ def _set_short_apart(
 
 def record_either_way(cache: RecordCache, record: Callable) -> Any:
     """Records instances as they are, or with nodes merged if that is found to pay."""
-    recorded = record(cache.grouping)
-    if cache.unmarked is not None:
-        cache.unmarked.note(recorded[0])
+    start = time.perf_counter()
+    recorded = merged = record(cache.grouping)
+    seconds = time.perf_counter() - start
     if cache.merging is not None and cache.merging.asks(recorded[0]):
         merged = record(cache.merging.blocks)
         cache.merging.compare(recorded[0], merged[0])
         recorded = merged if cache.merging.pays else recorded
     cache.decide()
+    if cache.unmarked is not None:
+        warn_if_costly(cache.unmarked, merged[0][0].whole, seconds, cache.registry.warned)
     return recorded
 
 

@@ -132,3 +132,44 @@ def test_many_calls_make_no_new_sites():
     """Also when the interpreter has specialised the function."""
     sites, _ = sites_of(in_a_loop, 3, again=40)
     assert len(sites._paths) == 2
+
+
+def by_children(note, depth):
+    """Calls a function at each node of a tree."""
+    helper(note)
+    for _ in range(2 if depth else 0):
+        by_children(note, depth - 1)
+
+
+def inline(note, depth):
+    if depth:
+        inline(note, depth - 1)
+        for _ in range(2):
+            in_a_loop(note, 1)
+
+
+def in_rounds(note):
+    for _ in range(2):
+        by_two_calls(note)
+
+
+def units(fn, *args):
+    """Returns the units of all sites; what lists them is a function of the user, too."""
+    sites, found = sites_of(fn, *args, again=2)
+    return {(unit.name, unit.is_whole) for unit in map(sites.unit, found)}
+
+
+def test_units_are_called_by_what_recurs_or_loops():
+    assert units(by_children, 2) == {("helper", False)}
+    assert units(inline, 2) == {("in_a_loop", False)}
+    assert units(in_rounds) == {("by_two_calls", False)}
+    assert units(in_a_loop, 2) == {("note", False)}
+    assert units(lambda note: in_rounds(note)) == {("by_two_calls", False)}
+
+
+def test_units_are_whole_where_there_is_no_function_for_a_step():
+    sites = call_sites.Sites()
+    found = []
+    exec("def loop(sites, found):\n  for _ in range(2): found.append(sites.here()[0])", names := {})
+    OUTER["outermost"](names["loop"], sites, found)
+    assert [sites.unit(site) for site in found] == [("loop", "<string>:1", True)] * 2

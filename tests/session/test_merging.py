@@ -1,5 +1,7 @@
 """Functions without cells, whose first minibatches say whether operations are merged."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -218,22 +220,99 @@ def test_minibatches_of_one():
     assert_close(batched.apply(PARAMS, plan), loop(encode, PARAMS, few))
 
 
-def test_recording_again_and_again_is_warned_of():
-    """Once, with the function to mark; not where instances come again, nor if it was asked for."""
-    batched, chosen = (jedbatch.batch(encode, granularity=g) for g in (None, "auto"))
-    minibatches = [trees(96, seed, largest=16) for seed in range(20, 28)]
-    for k, minibatch in enumerate(minibatches[:8]):
-        batched.plan(PARAMS, minibatch, gradient=False)
-        if k % 4 == 3:
-            batched.plan(PARAMS, minibatches[0], gradient=False)
-    again = jedbatch.batch(encode)
-    for minibatch in minibatches[:7]:  # a part of the first one has decided
-        again.plan(PARAMS, minibatch, gradient=False)
-        chosen.plan(PARAMS, minibatch, gradient=False)
-    line = f"{__file__}:{encode.__code__.co_firstlineno}"
-    with pytest.warns(NoCellsWarning, match=rf"8 minibatches .*`encode` \({line}\)") as warned:
-        again.plan(PARAMS, minibatches[7], gradient=False)
+def compose(params, left, right):
+    """Three operations, and more in a helper."""
+    return mixed(params, left, jnp.tanh(jnp.concatenate([left, right]) @ params["W"]))
+
+
+def mixed(params, left, right):
+    gate = jax.nn.sigmoid(left * params["b"])
+    return gate * left + (1 - gate) * right
+
+
+def leaf(params, word):
+    return jnp.tanh(jnp.sin(params["E"][word]) * params["b"] + params["b"])
+
+
+def by_parts(params, tree):
+    if isinstance(tree, int):
+        return leaf(params, tree)
+    return compose(params, *[by_parts(params, child) for child in tree])
+
+
+def steps(params, words):
+    h = params["b"]
+    for word in words:
+        h = compose(params, h, leaf(params, word))
+    return h
+
+
+def inline_steps(params, words):
+    h = params["b"]
+    for word in words:
+        h = h + jnp.tanh(jnp.sin(params["E"][word]) * h + params["b"])
+    return h
+
+
+def words(num, seed, largest):
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(20, size=int(n)).tolist()) for n in rng.integers(1, largest, num)]
+
+
+def place(fn):
+    return rf"`{fn.__name__}` \({re.escape(__file__)}:{fn.__code__.co_firstlineno}\)"
+
+
+MARK, MAKE = "write `@jedbatch.cell` above ", "make a function with .* for one node in "
+COSTLY = {
+    "parts": (by_parts, trees, MARK + place(compose) + ", " + place(leaf) + r"\."),
+    "steps": (
+        lambda params, xs: steps(params, xs),
+        words,
+        MARK + place(compose) + ", " + place(leaf) + r"\.",
+    ),
+    "recursive": (encode, trees, MAKE + place(encode) + r"\."),
+    "loop": (inline_steps, words, MAKE + place(inline_steps) + r"\."),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_costly_recording_is_warned_of_at_once(name):
+    """With the functions to mark, how many operations there were, and what a node has cost."""
+    fn, made, expected = COSTLY[name]
+    instances = list(dict.fromkeys(made(60, 20, 60)))  # equal ones are recorded once
+    with pytest.warns(NoCellsWarning, match=expected) as warned:
+        plan = jedbatch.batch(fn).plan(PARAMS, instances, gradient=False)
     assert len(warned) == 1
     assert warned[0].filename == __file__
-    chosen.plan(PARAMS, minibatches[7], gradient=False)
-    again.plan(PARAMS, trees(96, 40, largest=16), gradient=False)
+    single = jedbatch.batch(fn, granularity="cell").plan(PARAMS, instances, gradient=False)
+    num_operations, num_nodes = (len(x.graph.node_type) for x in (single, plan))
+    found = re.search(
+        r"(\d+) of them, in (\d+) ms, ([\d.]+) µs each, or (\d+) µs for each of the (\d+) nodes",
+        str(warned[0].message),
+    )
+    assert (int(found[1]), int(found[5])) == (num_operations, num_nodes)
+    each, node = float(found[3]), int(found[4])
+    assert each * num_operations / 1e3 == pytest.approx(int(found[2]), rel=0.1)
+    assert node == pytest.approx(each * num_operations / num_nodes, rel=0.1)
+
+
+def test_recording_is_warned_of_once_and_only_unasked():
+    instances = trees(200, 20, largest=16)
+    batched = jedbatch.batch(encode)
+    few = [batched.plan(PARAMS, instances[k : k + 20], gradient=False) for k in range(0, 200, 20)]
+    assert len({len(plan.graph.present_types) for plan in few[1:]}) == 1
+    batched.plan(PARAMS, instances, gradient=False)  # known by now
+    with pytest.warns(NoCellsWarning):
+        batched.plan(PARAMS, trees(200, 21, largest=16), gradient=False)
+    batched.plan(PARAMS, trees(200, 22, largest=16), gradient=False)
+    for granularity in ("auto", "cell"):
+        jedbatch.batch(encode, granularity=granularity).plan(PARAMS, instances, gradient=False)
+    cells = jedbatch.cell(compose), jedbatch.cell(leaf)
+
+    def marked(params, tree):
+        if isinstance(tree, int):
+            return cells[1](params, tree)
+        return cells[0](params, *[marked(params, child) for child in tree])
+
+    jedbatch.batch(marked).plan(PARAMS, instances, gradient=False)

@@ -19,6 +19,7 @@ import itertools
 import sys
 from collections.abc import Iterable
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 from jedbatch._support.frames import is_private, records_calls
 
@@ -28,6 +29,19 @@ MAX_FRAMES = 256  # of one path
 LIBRARIES = frozenset({"jax", "jaxlib", "flax", "equinox", "haiku", "numpy", "optax"})
 
 _OUTSIDE, _OWN, _LIBRARY, _USER, _RECURSIVE = range(5)
+
+
+class Unit(NamedTuple):
+    """A function of the user that does one step of what recurs or loops around it.
+
+    Attributes:
+      name, line: of the function, and the line where it begins.
+      is_whole: whether there is none: this one recurs or loops itself, or is the outermost.
+    """
+
+    name: str
+    line: str
+    is_whole: bool
 
 
 class Sites:
@@ -146,10 +160,29 @@ class Sites:
 
     def function(self, sites: Iterable[int]) -> CodeType | None:
         """The innermost function of the user that all of the sites lie in."""
-        ways = []
-        for site in sites:
-            codes = reversed(self._paths[site][::2])
-            ways.append([self._codes[c] for c in codes if self._kinds[c] >= _USER])
+        ways = [self._functions(site) for site in sites]
         steps = itertools.takewhile(lambda s: all(c is s[0] for c in s), zip(*ways, strict=False))
         common = list(steps)
         return common[-1][0] if common else None
+
+    def unit(self, site: int) -> Unit | None:
+        """Returns what would be a cell of the operations at a site; None outside of functions."""
+        codes = self._functions(site)
+        if not codes:
+            return None
+        around = 1
+        if self._kinds[id(codes[0])] != _RECURSIVE:
+            around += max((k for k, code in enumerate(codes) if _has_loops(code)), default=0)
+        is_whole = around == len(codes)
+        code = codes[-1 if is_whole else around]
+        name = code.co_qualname.rpartition("<locals>.")[2]
+        return Unit(name, f"{code.co_filename}:{code.co_firstlineno}", is_whole)
+
+    def _functions(self, site: int) -> list[CodeType]:
+        """Returns the functions of the user that lead to a site, from the outermost."""
+        codes = reversed(self._paths[site][::2])
+        return [self._codes[c] for c in codes if self._kinds[c] >= _USER]
+
+
+def _has_loops(code: CodeType) -> bool:
+    return any(x.opname.startswith("JUMP_BACKWARD") for x in dis.get_instructions(code))

@@ -47,6 +47,7 @@ the rule that finds them is ours.
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -54,10 +55,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jedbatch._graph.graph import Graph
 from jedbatch._graph.types import operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.interpret import performs
-from jedbatch._record.granularity.call_sites import Sites
+from jedbatch._record.granularity.call_sites import Sites, Unit
 from jedbatch._record.granularity.inline import Primitives, Template, apart, make_template
 from jedbatch._record.granularity.known import KnownStretches, Parsed, Stretch, relative
 from jedbatch._record.granularity.node_arrays import NodeArrays
@@ -89,7 +91,8 @@ class Block:
     """A kind of block: nodes that become one node.
 
     Attributes:
-      name, line: of the function they are performed in, and the line where it begins.
+      name: of the innermost function that they are performed in.
+      units: functions that would be cells, and how many of the operations each has.
       pattern: what they compute.
       operands: value types of what is read from outside.
       leaving: the values made inside that were read outside in any instance so far, as bits.
@@ -97,7 +100,7 @@ class Block:
     """
 
     name: str
-    line: str
+    units: Counter[Unit | None]
     pattern: Pattern
     operands: tuple[int, ...]
     leaving: int = 0
@@ -140,7 +143,6 @@ class Blocks:
     Attributes:
       picks: `value[i]` is one operation, of which i may be a number.
       met: notes that a cell was called.
-      num_operations: that the last minibatch was recorded as.
     """
 
     picks = True
@@ -156,7 +158,6 @@ class Blocks:
         self._numbers_changed = 0
         self._needs_sites = True
         self.met = self._variants.met
-        self.num_operations = 0
 
     @property
     def here(self) -> Callable[[], tuple[int, bool]] | None:
@@ -178,7 +179,6 @@ class Blocks:
             nodes = NodeArrays.of_nodes(self._registry, taken)
         else:
             nodes = NodeArrays.of_recorder(self._registry, recorder, outputs, ends)
-        self.num_operations = len(nodes.call_spec)
         parsed = self._learn(nodes) if self._needs_sites else self._known.parse(nodes)
         if parsed is None:
             self._needs_sites = True
@@ -201,10 +201,22 @@ class Blocks:
             self._needs_sites = without is None or without.starts != starts
         return Parsed(starts, parts, reads)
 
-    @property
-    def largest(self) -> Block:
-        """The block of most operations."""
-        return max(self._blocks.values(), key=lambda block: len(block.pattern.types))
+    def operations(self, graph: Graph) -> Counter[Unit | None]:
+        """Returns how many operations became nodes of a graph, by what would be a cell of them.
+
+        Those that no block is made of are counted under None.
+        """
+        block_of = {
+            call_spec.node_type: block
+            for block in self._blocks.values()
+            for call_spec in block.call_specs.values()
+        }
+        found: Counter[Unit | None] = Counter()
+        for node_type, num_nodes in enumerate(np.bincount(graph.node_type).tolist()):
+            block = block_of.get(node_type)
+            for unit, num_operations in block.units.items() if block else [(None, 1)]:
+                found[unit] += num_nodes * num_operations
+        return found
 
     # --- finding blocks ---
 
@@ -279,11 +291,11 @@ class Blocks:
             pattern, read_once, kinds = self._pattern(nodes, tokens, begin, part, operands, slots)
             block = self._blocks.get(pattern)
             if block is None:
-                code = self._sites.function(nodes.site[[begin + n for n in part]].tolist())
-                name, line = "block", ""
-                if code is not None:
-                    name, line = code.co_name, f"{code.co_filename}:{code.co_firstlineno}"
-                block = self._blocks[pattern] = Block(name, line, pattern, kinds)
+                sites = nodes.site[[begin + n for n in part]].tolist()
+                code = self._sites.function(sites)
+                name = "block" if code is None else code.co_name
+                units = Counter(map(self._sites.unit, sites))
+                block = self._blocks[pattern] = Block(name, units, pattern, kinds)
             parts.append(Part(tuple(part), block, read_once, tuple(values)))
         return parts
 
