@@ -94,20 +94,18 @@ class CallSpec:
       widths: operands that each reference stands for.
       results: value type ids of its results.
       tree: pytree structure of what it returns; None if that is one array.
-      unit: token of a result that is a flat tuple, else None.
-      parts: (position, token, first result) of flat tuples inside of a result that is none.
+      unit: token of a result that stays as it is, such as a tuple; else None.
     """
 
-    __slots__ = ("id", "node_type", "parts", "results", "tree", "unit", "widths")
+    __slots__ = ("id", "node_type", "results", "tree", "unit", "widths")
 
-    def __init__(self, id, node_type, widths, results, tree, unit, parts):
+    def __init__(self, id, node_type, widths, results, tree, unit):
         self.id = id
         self.node_type = node_type
         self.widths = widths
         self.results = results
         self.tree = tree
         self.unit = unit
-        self.parts = parts
 
 
 class CallSpecs(list[CallSpec]):

@@ -162,7 +162,7 @@ def tree_key(structure: PyTreeDef) -> Hashable:
         plain = _is_plain(structure)
     except (TypeError, ValueError):  # what it carries cannot be hashed, or compared as arrays
         plain = False
-    return structure if plain else ("tree", *_parts_of(structure, _carried))
+    return structure if plain else ("tree", *_parts_of(structure, carried_key))
 
 
 def node_key(structure: PyTreeDef) -> Hashable:
@@ -187,6 +187,23 @@ def _is_plain(structure: PyTreeDef) -> bool:
     return True
 
 
+def is_immutable(structure: PyTreeDef) -> bool:
+    """Returns whether containers of a structure hold the same leaves for good.
+
+    Tuples do, and objects of frozen dataclasses.
+    """
+    stack: list[Any] = [structure]
+    while stack:
+        node = stack.pop()
+        kind: Any = (node.node_data() or (type(None),))[0]
+        params = getattr(kind, "__dataclass_params__", None)
+        is_tuple = issubclass(kind, tuple) or kind is type(None)
+        if not (is_tuple or (params is not None and params.frozen)):
+            return False
+        stack += node.children()
+    return True
+
+
 def _parts_of(structure: PyTreeDef, carried_key: Callable) -> list[Hashable]:
     """The nodes of a structure, what they carry written by `carried_key`."""
     parts: list[Hashable] = []
@@ -200,12 +217,13 @@ def _parts_of(structure: PyTreeDef, carried_key: Callable) -> list[Hashable]:
     return parts
 
 
-def _carried(value: Array) -> Hashable:
+def carried_key(value: Array) -> Hashable:
+    """Returns a key for what a container of a pytree carries besides its parts."""
     kind = type(value)
     if kind in _PLAIN:
         return kind, value
     if kind in (list, tuple):
-        return kind, *map(_carried, value)
+        return kind, *map(carried_key, value)
     try:
         return snapshot(value)
     except TypeError:

@@ -32,7 +32,7 @@ from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.storage import is_key, stored_kind
 from jedbatch._lazy.futures import Awaited, Future, Outcome, Returned, SharedFuture
 from jedbatch._record.cell import Cell, pause, recording
-from jedbatch._record.fast_path import Watched
+from jedbatch._record.fast_path import Description, Watched
 from jedbatch._record.instance_arrays import array_type, is_array
 from jedbatch._record.operators import StaticSlice
 from jedbatch._record.recorder import Recorder
@@ -211,8 +211,8 @@ class LazyRecorder(Recorder):
         self._reader = cell.name
         return super().cell_call_spec(cell, args, static, lifted)
 
-    def description(self, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
-        for x in args:
+    def description(self, cell: Cell, args: tuple, static: dict) -> Description | None:
+        for x in (*args, *static.values()):
             self._describe(x)
         return super().description(cell, args, static)
 

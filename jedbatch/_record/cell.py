@@ -19,6 +19,7 @@ from jedbatch._jaxpr.identity import typed
 from jedbatch._record.closures import reachable_cells
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._support.native import core
+from jedbatch._support.types import PyTree
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -94,8 +95,9 @@ def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> A
 
     Args:
       fn: a pure function of arrays, for one instance: arrays or pytrees of arrays in, an array
-        or a pytree of arrays out. Positional Python numbers are values; keyword arguments are
-        static and part of the type, so they must be hashable.
+        or a pytree of arrays out. Positional Python numbers are values. Arrays as keyword
+        arguments, and containers of arrays, are operands like positional ones; other keyword
+        arguments are static, part of the type, and must be hashable.
       name: shown in plans; by default the function's name.
 
     Returns:
@@ -206,20 +208,18 @@ def spelled(static: dict) -> str:
     return "[" + ", ".join(f"{k}={v!r}" for k, v in plain.items()) + "]" if plain else ""
 
 
+def holds_array(value: PyTree) -> bool:
+    """Returns whether a keyword argument is an array, or a container of arrays."""
+    return any(is_array(leaf) for leaf in flatten(value, "a keyword argument of a cell")[0])
+
+
 def static_options(cell: Cell, static: dict) -> Hashable:
-    """The keyword arguments of a call as part of its key."""
-    for name, value in static.items():
-        if any(is_array(leaf) for leaf in flatten(value, f"keyword argument `{name}`")[0]):
-            raise TypeError(
-                f"cell `{cell.name}` got an array as keyword argument `{name}`; keyword arguments "
-                "are static, part of the node's type. Pass arrays positionally."
-            )
+    """Keyword arguments without arrays as part of the key of a call."""
     try:
         return tuple(sorted((name, typed(value)) for name, value in static.items()))
     except TypeError:
         raise TypeError(
             f"cell `{cell.name}` got keyword arguments {checks.brief(static)}, not all hashable; "
-            "keyword "
-            "arguments are static, part of the node's type. Pass a tuple instead of a list, and "
-            "arrays positionally."
+            "keyword arguments without arrays are static, part of the node's type. Pass a tuple "
+            "instead of a list."
         ) from None

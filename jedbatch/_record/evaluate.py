@@ -72,7 +72,7 @@ def record_graph(
             return None
         call_spec = recorded[0]
         call_specs[d] = recorder.registry.add_call_spec(
-            call_spec.node_type, widths, call_spec.results, call_spec.tree, call_spec.unit
+            call_spec.node_type, widths, call_spec.results, call_spec.tree
         )
         same = made_by.setdefault(t, call_spec)
         if (same.results, same.tree) != (call_spec.results, call_spec.tree):

@@ -1,21 +1,24 @@
-"""Recording calls of cells the second time: by a short description of their arguments.
+"""Recording calls of cells the second time: by a description of their arguments.
 
 This is the hottest path of recording, so it has a twin in C (`_support/c/fast_path.c`). A call is
-described without looking into its arguments: a symbol by its type, a number by its kind, a tuple
-that a cell returned, keyword arguments and a container of shared values by a token.
-`registry.calls` is a tree of dictionaries that leads from such a description to a `CallSpec`, the
-way in which a call like this was recorded before. Whatever has no description takes the slow path
-every time (see `Recorder.slow_path`).
+described by its arguments, which are flattened as pytrees are, in the same order: symbols by their
+types, numbers and arrays of NumPy by theirs, keyword arguments that hold no array by their values,
+and functions by which they are. What was described as a whole before is not looked into again: the
+containers of shared values, and tuples and frozen objects that a cell returned. `registry.calls`
+leads from such a description to a `CallSpec`, the way in which a call like this was recorded before.
+Whatever has no description takes the slow path every time (see `Recorder.slow_path`).
 
 The compiled core writes nodes and references to flat lists of ints, and keeps two tables for a
-recording (`_support/c/memo.c`): from descriptions as numbers to call specs, which saves following
-the tree, and from containers and states of the instance at hand, by their addresses, to their
-tokens. `known` has the latter, too, as soon as a call takes the slow path. Tuples of symbols that
-cells returned for one instance, and that nobody has when it is done, serve the next one.
+recording (`_support/c/memo.c`): from descriptions as numbers to call specs, and from containers and
+states of the instance at hand, by their addresses, to their tokens. `known` has the latter, too, as
+soon as a call takes the slow path. Tuples of symbols that cells returned for one instance, and that
+nobody has when it is done, serve the next one.
 """
 
 import operator
-from collections.abc import Callable, Hashable, Sequence
+import struct
+import types
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -24,19 +27,20 @@ from jax.core import Tracer
 from jax.tree_util import PyTreeDef
 
 from jedbatch._jaxpr.identity import tree_key
-from jedbatch._record.cell import Cell
+from jedbatch._record.cell import Cell, holds_array
 from jedbatch._record.closures import reachable_cells
 from jedbatch._record.held import held_values, holds_what_may_change
 from jedbatch._record.instance_arrays import array_type
-from jedbatch._record.instance_key import may_change
-from jedbatch._record.registry import END
-from jedbatch._record.symbols import RecorderLike, Value
+from jedbatch._record.instance_key import is_constant, may_change
+from jedbatch._record.registry import Registry
+from jedbatch._record.symbols import RecorderLike, Shared, Value
 from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import EscapedValueError
 
 PLAIN_NUMBERS = {bool, int, float, complex}
-PLAIN_TYPES = {bool, int, str, type(None)}  # of keyword arguments, equal values are the same
+# What a part of a description is, as in `_support/c/fast_path.c`.
+REFERENCE, STRING, LIST, TUPLE, DICT, NODE, SHARED, IDENTITY, KEYWORD, INT, BOOL, FLOAT = range(12)
 
 
 def lists_of_ints(result: type[Value], count: int) -> list[Any]:
@@ -58,17 +62,16 @@ def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None], Cal
         return in_python, nothing_to_forget, nothing_to_forget
     return compiled.fast_path(
         recorder,
-        (Value, Cell, np.ndarray),
+        (Value, Shared, Cell, np.ndarray, types.FunctionType),
         recorder.known,
         recorder.computed,
         recorder.kept,
-        recorder.registry.numbers,
-        recorder.registry.arrays,
+        (recorder.registry.numbers, recorder.registry.arrays, recorder.registry.nodes),
         recorder.watched,
         recorder.registry.calls,
         (recorder.call_specs, recorder.references, recorder.input_group, recorder.counter),
         recorder.input_value,
-        END,
+        jax.tree_util.default_registry.flatten_one_level,
         in_python,
     )
 
@@ -92,169 +95,169 @@ def refuse_call(cell: Cell, args: tuple, static: dict) -> PyTree:
 
 def fast_path_in_python(recorder: RecorderLike) -> Callable:
     """Returns the recorder of calls of cells: a closure, as attributes cost a quarter more."""
-    known, kept = recorder.known, recorder.kept
-    computed = recorder.computed  # empty for a lazy scope, which has another one later
-    numbers, arrays = recorder.registry.numbers, recorder.registry.arrays
-    watched, result = recorder.watched, recorder.result
     calls, call_specs = recorder.registry.calls, recorder.call_specs
     references, counter = recorder.references, recorder.counter
-    input_group, input_value = recorder.input_group, recorder.input_value
 
     def call_cell(cell: Cell, args: tuple, static: dict) -> PyTree:
-        reads = []
-        try:
-            call_spec = calls[cell]
-            if static:
-                call_spec = call_spec[options_token(static)]
-            for c in cell.closure:
-                call_spec = call_spec[id(c.cell_contents)]
-            for arg in args:
-                found = known.get(id(arg))
-                if found is not None:
-                    token, index = found
-                    call_spec = call_spec[token]
-                    if index is not None:
-                        reads.append(index)
-                    continue
-                kind = type(arg)
-                if kind is result and arg._trace is recorder:
-                    call_spec = call_spec[arg.type]
-                    reads.append(arg.index)
-                elif kind is np.ndarray:
-                    group, token = arrays[arg.shape, arg.dtype]
-                    call_spec = call_spec[token]
-                    input_group.append(group)
-                    input_value.append(arg.copy())  # it may change before it is read
-                    reads.append(-len(input_group))
-                elif id(arg) in watched:
-                    call_spec = call_spec[watched[id(arg)].token_of(arg)]
-                elif kind is tuple or kind is list:  # a state put together by hand
-                    call_spec = call_spec[kind, len(arg)]
-                    for x in arg:
-                        found = known.get(id(x))
-                        if found is not None:
-                            call_spec = call_spec[found[0]]
-                            if found[1] is not None:
-                                reads.append(found[1])
-                        elif type(x) is result and x._trace is recorder:
-                            call_spec = call_spec[x.type]
-                            reads.append(x.index)
-                        elif id(x) in computed:  # an input of the instance
-                            symbol = recorder.symbol(x)
-                            call_spec = call_spec[symbol.type]
-                            reads.append(symbol.index)
-                        else:
-                            is_array = type(x) is np.ndarray
-                            group, token = (
-                                arrays[x.shape, x.dtype] if is_array else numbers[type(x)]
-                            )
-                            call_spec = call_spec[token]
-                            input_group.append(group)
-                            input_value.append(x.copy() if is_array else x)
-                            reads.append(-len(input_group))
-                elif id(arg) in computed:
-                    symbol = recorder.symbol(arg)
-                    call_spec = call_spec[symbol.type]
-                    reads.append(symbol.index)
-                else:
-                    group, token = numbers[kind]  # a number, if it is found
-                    call_spec = call_spec[token]
-                    input_group.append(group)
-                    input_value.append(arg)
-                    reads.append(-len(input_group))
-            call_spec = call_spec[END]
-        except (KeyError, ValueError):
-            call_spec = None
-        if call_spec is None:
+        described = describe_call(recorder, cell, args, static)
+        call_spec = None if described is None else calls.get(described.key)
+        if described is None or call_spec is None:
             return recorder.slow_path(cell, args, static)
-        kinds = call_spec.results
-        references.extend(reads)
+        references.extend(described.reads)
         call_specs.append(call_spec.id)
         index = counter[0]
-        counter[0] = index + len(kinds)
-        if call_spec.tree is None:
-            return result(recorder, index, kinds[0])
-        if call_spec.unit is None:
-            return recorder.results(call_spec, index)
-        if len(kinds) == 2:  # a state (h, c), spelled out
-            out: tuple = (result(recorder, index, kinds[0]), result(recorder, index + 1, kinds[1]))
-        else:
-            out = tuple([result(recorder, i, kind) for i, kind in enumerate(kinds, index)])
-        known[id(out)] = call_spec.unit, index
-        kept.append(out)
-        return out
+        counter[0] = index + len(call_spec.results)
+        return recorder.results(call_spec, index)
 
     return call_cell
 
 
-def describe_call(
-    recorder: RecorderLike, cell: Cell, args: tuple, static: dict
-) -> list[Hashable] | None:
-    """The way to a call in `registry.calls`; None if it needs a closer look every time."""
-    tokens: list[Hashable] = [cell]
-    if reachable_cells(cell.fn) != cell.closure:
-        return None
-    if any(isinstance(x, Tracer | np.ndarray) for x in held_values(cell.fn)):
-        return None
-    if holds_what_may_change(cell.fn, recorder.registry.things_reached):
-        return None
-    if static:
-        try:
-            tokens.append(options_token(static))
-        except KeyError:
-            return None
-    for c in cell.closure:
-        try:
-            x = c.cell_contents
-        except ValueError:  # a name not assigned yet
-            return None
-        if isinstance(x, Tracer) or may_change(x):
-            return None
-        tokens.append(id(x))
-    for arg in args:
-        if is_referred(recorder, arg):
-            tokens.append(reference_token(recorder, arg))
-        elif is_plain(arg):
-            tokens.append(input_token(recorder, arg))
-        elif id(arg) in recorder.watched:
-            tokens.append(recorder.watched[id(arg)].token_of(arg))
-        elif is_put_together(recorder, arg):
-            tokens += [(type(arg), len(arg)), *(_part_token(recorder, x) for x in arg)]
+class NotDescribedError(Exception):
+    """Something among the arguments of a call has no description."""
+
+
+class Description:
+    """A call as a flat key, and what its node reads.
+
+    Each part of an argument adds two items to the key, what it is and what tells it from others
+    that are the same:
+
+        a value, or a tuple or frozen object of them that a cell returned    the type
+        a shared value, or a container of shared values                      the number or token
+        a number, an array of NumPy                                          the type
+        a tuple, a list, a dict, another node of JAX's registry of pytrees   how many parts it has
+
+    What a node carries besides its parts, and the names in a dict, follow it; then come the parts.
+
+    Attributes:
+      key: the cell, and these items.
+      reads: references to results, or inputs as `-1 - i`.
+      widths: how many operands each of these stands for.
+      keep: what is described by its id.
+    """
+
+    __slots__ = ("_recorder", "_writes", "keep", "key", "reads", "widths")
+
+    def __init__(self, recorder: RecorderLike, cell: Cell, writes: bool):
+        self.key: list[Hashable] = [cell]
+        self.reads: list[int] = []
+        self.widths: list[int] = []
+        self.keep: list[Any] = []
+        self._recorder = recorder
+        self._writes = writes
+
+    def add_call(self, cell: Cell, args: tuple, static: dict) -> None:
+        """Describes the closure and the arguments of a call; raises `NotDescribedError`."""
+        for c in cell.closure:
+            self._add_identity(c.cell_contents)
+        for arg in args:
+            self.add(arg)
+        for name in sorted(static):
+            self.key += KEYWORD, name
+            is_operand = id(static[name]) in self._recorder.known or holds_array(static[name])
+            (self.add if is_operand else self._add_static)(static[name])
+
+    def add(self, x: Any) -> None:
+        """Describes an argument or a part of one."""
+        recorder, kind = self._recorder, type(x)
+        found = recorder.known.get(id(x))
+        if found is not None:
+            token, index = found
+            self._add_reference(token, index)
+        elif kind is recorder.result and x._trace is recorder:
+            self._add_reference(x.type, x.index)
+        elif kind is Shared and x._trace is recorder:
+            self.key += SHARED, x.index
+        elif is_plain(x):
+            group, value_type = input_of(recorder.registry, x)
+            index = -1
+            if self._writes:
+                index = recorder.new_input(group, x.copy() if kind is np.ndarray else x)
+            self._add_reference(value_type, index)
+        elif id(x) in recorder.computed:  # an input of the instance
+            symbol = recorder.symbol(x)
+            self._add_reference(symbol.type, symbol.index)
+        elif id(x) in recorder.watched:
+            self.key += REFERENCE, recorder.watched[id(x)].token_of(x)
+        elif kind is str:
+            self.key += STRING, x
+        elif isinstance(x, Tracer | jax.Array):
+            raise NotDescribedError
         else:
-            return None
-    return [*tokens, END]
+            self._add_node(x)
+
+    def _add_node(self, x: Any) -> None:
+        """Describes a container, or what is static."""
+        kind, parts = type(x), x
+        if kind is tuple or kind is list:
+            self.key += TUPLE if kind is tuple else LIST, len(x)
+        elif kind is dict and all(type(name) is str for name in x):
+            names = sorted(x)
+            self.key += DICT, len(x)
+            for name in names:
+                self.key += STRING, name
+            parts = [x[name] for name in names]
+        else:
+            node = jax.tree_util.default_registry.flatten_one_level(x)
+            if node is None:
+                self._add_identity(x)
+                return
+            parts, carried = tuple(node[0]), node[1]
+            self.key += NODE, len(parts), REFERENCE, self._recorder.registry.node(kind, carried)
+        for part in parts:
+            self.add(part)
+
+    def _add_reference(self, token: Hashable, index: int | None) -> None:
+        self.key += REFERENCE, token
+        if index is not None:
+            self.reads.append(index)
+            self.widths.append(self._recorder.registry.width(token))
+
+    def _add_static(self, x: Any) -> None:
+        """Describes the value of a keyword argument that is part of the type."""
+        kind: Any = type(x)
+        if not is_constant(x) and kind.__eq__ is not object.__eq__:
+            raise NotDescribedError  # what it is compared by may change
+        if kind is str:
+            self.key += STRING, x
+        elif kind is float:
+            self.key += FLOAT, *struct.unpack("q", struct.pack("d", x))
+        elif kind in (int, bool) and -(1 << 63) <= x < 1 << 63:
+            self.key += INT if kind is int else BOOL, int(x)
+        else:
+            self._add_identity(x)
+
+    def _add_identity(self, x: Any) -> None:
+        """Describes something as the object that it is."""
+        if isinstance(x, Tracer | jax.Array) or may_change(x):
+            raise NotDescribedError
+        self.keep.append(x)
+        self.key += IDENTITY, id(x)
 
 
-def is_referred(recorder: RecorderLike, x: object) -> bool:
-    """Returns whether something is a symbol, or a container that has a token of its own."""
-    return id(x) in recorder.known or (type(x) is recorder.result and x._trace is recorder)
+def describe_call(
+    recorder: RecorderLike, cell: Cell, args: tuple, static: dict, writes: bool = True
+) -> Description | None:
+    """Returns the description of a call; None if it needs a closer look every time.
+
+    The inputs among the arguments are written down, if it `writes`.
+    """
+    described = Description(recorder, cell, writes)
+    try:
+        described.add_call(cell, args, static)
+    except (KeyError, NotDescribedError, OverflowError, RecursionError, TypeError, ValueError):
+        return None  # the slow path says what is wrong, if something is
+    described.key = tuple(described.key)  # type: ignore[assignment]
+    return described
 
 
-def reference_token(recorder: RecorderLike, x: Leaf) -> Hashable:
-    """The token of what is referred to."""
-    return recorder.known[id(x)][0] if id(x) in recorder.known else x.type
-
-
-def is_put_together(recorder: RecorderLike, x: Leaf) -> bool:
-    """Returns whether something is a tuple or list of symbols, what cells returned, and inputs."""
-    if type(x) not in (tuple, list) or is_referred(recorder, x):
+def is_described_by_its_closure(cell: Cell, things_reached: Container[int]) -> bool:
+    """Returns whether a cell's function is what it closes over, by identity, and its code."""
+    if reachable_cells(cell.fn) != cell.closure:
         return False
-    return all(is_plain(part) or is_referred(recorder, part) for part in x)
-
-
-def _part_token(recorder: RecorderLike, x: Leaf) -> Hashable:
-    """Returns the token of a part of such a tuple or list."""
-    if is_referred(recorder, x):
-        return reference_token(recorder, x)
-    return input_token(recorder, x)
-
-
-def options_token(static: dict) -> Hashable:
-    """A token of keyword arguments; raises `KeyError` if one of them has none."""
-    kinds = tuple(map(type, static.values()))  # True, 1 and 1.0 are equal, but not the same
-    if PLAIN_TYPES.issuperset(kinds):
-        return kinds, tuple(static.items())
-    raise KeyError(kinds)
+    if any(isinstance(x, Tracer | np.ndarray) for x in held_values(cell.fn)):
+        return False
+    return not holds_what_may_change(cell.fn, things_reached)
 
 
 def is_plain(x: object) -> bool:
@@ -262,30 +265,16 @@ def is_plain(x: object) -> bool:
     return type(x) in PLAIN_NUMBERS or type(x) is np.ndarray or isinstance(x, np.generic)
 
 
-def input_token(recorder: RecorderLike, x: Leaf) -> Hashable:
-    """The token of an input like this one, which `numbers` or `arrays` have from now on."""
-    registry = recorder.registry
-    kind: Any = type(x)
-    value_type = registry.value_type(*array_type(x))
-    token = registry.token(kind, value_type)
-    group_and_token = registry.group("value", value_type), token
-    if kind is np.ndarray:
-        registry.arrays[x.shape, x.dtype] = group_and_token
-    else:
-        registry.numbers[kind] = group_and_token
-    return token
-
-
-def reference_widths(recorder: RecorderLike, args: tuple) -> tuple[int, ...]:
-    """Returns how many operands each reference of a short description stands for."""
-    single = (0, 0)
-    parts = [x for arg in args for x in (arg if is_put_together(recorder, arg) else [arg])]
-    references = [recorder.known.get(id(x), single) for x in parts if id(x) not in recorder.watched]
-    return tuple(
-        1 if token >= 0 else len(recorder.registry.units[-1 - token])
-        for token, index in references
-        if index is not None
-    )
+def input_of(registry: Registry, x: Leaf) -> tuple[int, int]:
+    """(input group, value type) of a number or array, which the registry has from now on."""
+    is_array = type(x) is np.ndarray
+    key: Any = (x.shape, x.dtype) if is_array else type(x)
+    inputs: dict[Any, tuple[int, int]] = registry.arrays if is_array else registry.numbers
+    found = inputs.get(key)
+    if found is None:
+        value_type = registry.value_type(*array_type(x))
+        found = inputs[key] = registry.group("value", value_type), value_type
+    return found
 
 
 class Watched:

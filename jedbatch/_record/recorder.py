@@ -51,10 +51,12 @@ from jedbatch._record.custom_rules import (
 )
 from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import (
+    Description,
     Watched,
     describe_call,
     fast_path,
     in_order,
+    is_described_by_its_closure,
     lists_of_ints,
     nothing_to_forget,
     refuse_call,
@@ -347,9 +349,6 @@ class Recorder(Trace):
         if call_spec.unit is not None:
             self.known[id(out)] = call_spec.unit, index
             self.kept.append(out)
-        for position, token, first in call_spec.parts:
-            self.known[id(out[position])] = token, index + first
-            self.kept.append(out[position])
         return out
 
     def record(self, call_spec: CallSpec) -> PyTree:
@@ -360,9 +359,11 @@ class Recorder(Trace):
         self.num_values = index + len(call_spec.results)
         return self.results(call_spec, index)
 
-    def description(self, cell: Cell, args: tuple, static: dict) -> list[Hashable] | None:
-        """The way to a call in `registry.calls`; None if it needs a closer look every time."""
-        return describe_call(self, cell, args, static)
+    def description(self, cell: Cell, args: tuple, static: dict) -> Description | None:
+        """The description of a call; None if it needs a closer look every time."""
+        if not is_described_by_its_closure(cell, self.registry.things_reached):
+            return None
+        return describe_call(self, cell, args, static, writes=False)
 
     def slow_path(self, cell: Cell, args: tuple, static: dict) -> PyTree:
         """Records a call of a cell: any pytrees of anything."""

@@ -8,6 +8,7 @@ types, shared values, groups of inputs. An operation is traced by JAX once, when
 import functools
 import gc
 import itertools
+import types
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
@@ -20,7 +21,7 @@ from jedbatch import checks
 from jedbatch._graph.operations import Alike, CallSpec, CallSpecs, Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.extents_inside import extents_in, numbered_extent
-from jedbatch._jaxpr.identity import Same, tree_key
+from jedbatch._jaxpr.identity import Same, carried_key, is_immutable, tree_key
 from jedbatch._jaxpr.interpret import cares_for_padding, one_by_one, performs
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.symbolic_dims import (
@@ -53,8 +54,8 @@ MAX_CONSTANT_NUMBERS = 4
 MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
 MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
 MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
-END = None  # where a description of a call ends
 NUMBER_TYPES = (int, float, complex, np.generic)
+_SIMPLE = frozenset({str, int, bool, type(None), types.FunctionType})  # told apart by `==` and type
 
 
 class Registry:
@@ -67,7 +68,9 @@ class Registry:
       avals: the value types as JAX has them.
       ragged_types: those of them with ragged axes as user code gets them, by their ids.
       calls: call specs by the description of a call (see `fast_path`).
-      numbers, arrays: (input group, token) by kind of number, and by shape and dtype of an array.
+      numbers, arrays: (input group, value type) by kind of number, and by shape and dtype of an
+        array.
+      nodes: tokens of containers, by their class and what they carry besides their parts.
       constants: results of operations on concrete values.
       variants: how many variants of operations were met.
       lifting: which numbers that operations hold are operands.
@@ -96,11 +99,11 @@ class Registry:
         self.shared = [SharedValue(aval, leaf=i) for i, aval in enumerate(leaf_avals)]
         self.call_specs = CallSpecs()
         self.groups: list[tuple] = []
-        self.units: list[tuple[int, ...]] = []
-        self.calls: dict[Hashable, Any] = {}
-        self.numbers: dict[type, tuple[int, Hashable]] = {}
-        self.arrays: dict[tuple, tuple[int, Hashable]] = {}
-        self._num_calls = 0
+        self.units: list[tuple[tuple[int, ...], Hashable]] = []
+        self.calls: dict[Hashable, CallSpec] = {}
+        self.numbers: dict[type, tuple[int, int]] = {}
+        self.arrays: dict[tuple, tuple[int, int]] = {}
+        self.nodes: dict[Hashable, str] = {}
         self._kept: list[Any] = []
         self.constants = memory_of_constants()
         self._ids: dict[Hashable, Any] = {}
@@ -172,9 +175,31 @@ class Registry:
         self._value_type_ids[shape, dtype, weak] = index
         return index
 
-    def unit(self, value_types: tuple[int, ...]) -> int:
-        """A negative token for a tuple of values of these types."""
-        return -1 - self._intern(self.units, value_types)
+    def unit(self, value_types: tuple[int, ...], tree: PyTreeDef | None) -> int | None:
+        """A negative token for what a cell returns as a whole; None if it may be changed."""
+        if tree is None or not is_immutable(tree):
+            return None
+        return -1 - self._intern(self.units, (value_types, tree_key(tree)))
+
+    def width(self, token: int) -> int:
+        """How many operands a reference by this token stands for: a value type, or a unit."""
+        return 1 if token >= 0 else len(self.units[-1 - token][0])
+
+    def node(self, kind: type, carried: Any) -> str:
+        """A token for containers of a class that carry the same besides their parts.
+
+        What can be compared without looking into it is remembered, for the compiled core.
+        """
+        items = carried if type(carried) is tuple else (carried,)
+        types = tuple(map(type, items))
+        key = kind, carried, types if bool in types else None
+        is_simple = all(issubclass(t, type) or t in _SIMPLE for t in types)
+        token = self.nodes.get(key) if is_simple else None
+        if token is None:
+            token = self.token("node", kind, carried_key(carried))
+            if is_simple:
+                self.nodes[key] = token
+        return token
 
     def token(self, *key: Hashable) -> str:
         """A short name for a part of the description of a call; strings hash fastest."""
@@ -218,15 +243,14 @@ class Registry:
                 tuple(self.value_types[v] for v in results),
                 self._label(name, static, operands, shared),
             )
-            flat = tree == jax.tree.structure((0,) * len(results))
+            structure = None if tree == jax.tree.structure(0) else tree
             type_id = self._intern(self.node_types, node_type)
             self.lines.setdefault(type_id, line_of_user())
             call_spec = call_specs[full] = self.add_call_spec(
                 type_id,
                 (1,) * len(operands),
                 results,
-                None if tree == jax.tree.structure(0) else tree,
-                self.unit(results) if flat else None,
+                structure,
             )
             found = itertools.filterfalse(self.is_reached, extra)
             again = lambda: self.trace(name, call, shared, operands, alone)[0]  # noqa: E731
@@ -298,7 +322,6 @@ class Registry:
             first.widths,
             tuple(results),
             first.tree,
-            None if first.unit is None else self.unit(tuple(results)),
         )
         return call_spec
 
@@ -324,7 +347,6 @@ class Registry:
         """Forgets the descriptions of calls."""
         self.calls.clear()
         self._kept.clear()
-        self._num_calls = 0
 
     def _label(self, name: str, static: str, operands, shared) -> str:
         """A type in words that do not depend on what was met before."""
@@ -352,13 +374,13 @@ class Registry:
             tree = jax.tree.unflatten(self.structure, range(self.num_leaves))
         return [path for path, x in jax.tree.leaves_with_path(tree) if type(x) is int]
 
-    def add_call_spec(self, node_type, widths, results, tree, unit) -> CallSpec:
+    def add_call_spec(self, node_type, widths, results, tree) -> CallSpec:
         """A way of recording nodes of a type; what it returns depends on the type."""
         key = ("call_spec", node_type, widths)
         if (number := self._ids.get(key)) is not None:
             return number
-        parts = () if tree is None or unit is not None else self._parts(tree, results)
-        call_spec = CallSpec(len(self.call_specs), node_type, widths, results, tree, unit, parts)
+        unit = self.unit(results, tree)
+        call_spec = CallSpec(len(self.call_specs), node_type, widths, results, tree, unit)
         self.call_specs.append(call_spec)
         self._ids[key] = call_spec
         return call_spec
@@ -374,7 +396,6 @@ class Registry:
                     (1,) * arity,
                     call_spec.results,
                     call_spec.tree,
-                    call_spec.unit,
                 )
             self._single[call_spec.node_type] = single
         return single
@@ -383,32 +404,16 @@ class Registry:
         """The ids of value types."""
         return [self.value_type(t.shape, t.dtype, t.weak) for t in types]
 
-    def _parts(self, tree: Any, results: tuple[int, ...]) -> tuple[tuple[int, int, int], ...]:
-        """Flat tuples in what a call returns, such as a state (h, c) beside other results."""
-        if (tree.node_data() or (None,))[0] is not tuple:
-            return ()
-        parts = []
-        first = 0
-        for position, child in enumerate(tree.children()):
-            end = first + child.num_leaves
-            if child == jax.tree.structure((0,) * child.num_leaves):
-                parts.append((position, self.unit(results[first:end]), first))
-            first = end
-        return tuple(parts)
-
-    def remember(self, way: list[Hashable], call_spec: CallSpec, widths, keep: list[Any]) -> None:
-        """Files a call spec under the description of a call; `keep` is described by its id."""
-        if self._num_calls > MANY_CALLS:
+    def remember(self, described: Any, call_spec: CallSpec) -> None:
+        """Files a call spec under a `Description` of a call."""
+        if len(self.calls) > MANY_CALLS:
             self.forget_calls()
-        place = self.calls
-        for token in way[:-1]:
-            place = place.setdefault(token, {})
-        if way[-1] in place:  # the description had to be found again
+        if described.key in self.calls:  # the description had to be found again
             return
-        self._num_calls += 1
-        self._kept += keep
-        place[way[-1]] = self.add_call_spec(
-            call_spec.node_type, widths, call_spec.results, call_spec.tree, call_spec.unit
+        self._kept += described.keep
+        widths = tuple(described.widths)
+        self.calls[described.key] = self.add_call_spec(
+            call_spec.node_type, widths, call_spec.results, call_spec.tree
         )
 
     @unguarded

@@ -23,10 +23,9 @@ from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.same_programs import has_rules, has_same_rules_with, is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
 from jedbatch._record.asking import Asked, noting_whether_it_asks
-from jedbatch._record.cell import Cell, pause, spelled, static_options
+from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_options
 from jedbatch._record.closures import function_identity
 from jedbatch._record.failures import note_call
-from jedbatch._record.fast_path import reference_widths
 from jedbatch._record.held import (
     OPERAND,
     held_functions,
@@ -73,14 +72,9 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
         return cell.fn(*args, **static)
     call_spec, references = recorded
     is_short = not lifted and len(recorder.call_specs) == num_nodes
-    way = recorder.description(cell, args, static) if is_short else None
-    if way is not None and recorder.registry.hidden.is_same_again(call_spec):
-        recorder.registry.remember(
-            way,
-            call_spec,
-            reference_widths(recorder, args),
-            keep=[c.cell_contents for c in cell.closure],
-        )
+    described = recorder.description(cell, args, static) if is_short else None
+    if described is not None and recorder.registry.hidden.is_same_again(call_spec):
+        recorder.registry.remember(described, call_spec)
     recorder.references += references
     return recorder.record(call_spec)
 
@@ -174,12 +168,14 @@ def _prepared(
     With `all_rules`, functions with derivative rules in it are traced with their rules.
     """
     fn = cell.fn
+    named = {name: value for name, value in static.items() if holds_array(value)}
+    static = {name: value for name, value in static.items() if name not in named}
     options = static_options(cell, static)
     captured = {k: x for k, x in enumerate(held_values(fn)) if isinstance(x, Tracer)}
     captured |= {k: recorder.number(x) for k, x in lifted.items()}
     places = list(captured)  # of numbers at last
     from_closure = [captured[k] for k in places]
-    leaves, tree = flatten((args, from_closure), f"an argument of cell `{cell.name}`")
+    leaves, tree = flatten((args, from_closure, named), f"an argument of cell `{cell.name}`")
     leaves = [as_number(leaf) for leaf in leaves]
     if _is_foreign(recorder, leaves):
         return None
@@ -197,16 +193,17 @@ def _prepared(
         sources = {"shared": iter(shared_values), "value": iter(operand_values)}
         constants = iter(fixed)
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
-        args, values = jax.tree.unflatten(tree, filled)
+        args, values, operands = jax.tree.unflatten(tree, filled)
         watched: Any = contextlib.nullcontext()
         objects = objects_by_identity(fn)
         if lifted or any(map(holds_traced, objects)):
             watched = noting_whether_it_asks(asked, bool(objects))
         try:
             with rules_as_programs(recorder.registry, all_rules), watched:
-                return with_held_values(fn, dict(zip(places, values, strict=True)))(*args, **static)
+                function = with_held_values(fn, dict(zip(places, values, strict=True)))
+                return function(*args, **static, **operands)
         except Exception as error:
-            note_call(error, cell.name, fn, args, static)
+            note_call(error, cell.name, fn, args, static | operands)
             raise
 
     key = ("cell", identity, options, tree_key(tree), tuple(slots))

@@ -1,12 +1,12 @@
 /* Recording calls of cells: the twin of `_record/fast_path.py`, which says what is done and why.
  *
- * A call is looked at once: every argument gives words (what describes it), a token (its place in
- * the tree of descriptions) and references. The words of a call that was met before in this
- * recording lead to its call spec at once (see `memo.h`), those of another one by the tree.
+ * A call is looked at once: every argument gives words (what describes it) and references. The words
+ * of a call that was met before in this recording lead to its call spec at once (see `memo.h`), those
+ * of another one by the key that Python has for them.
  *
- * A call that this does not know, and arguments that are rarer than symbols, numbers, arrays,
- * states and lists of these, are left to the Python of the same name; nothing is written before it
- * is known that the call is recorded here, but inputs, which do no harm if nobody reads them.
+ * A call that this does not know, and arguments that Python alone can describe, are left to the
+ * Python of the same name; nothing is written before it is known that the call is recorded here, but
+ * inputs, which do no harm if nobody reads them.
  *
  * Python code may run wherever objects are made or let go, and may change the dictionaries. So
  * whatever is used after that is held by a reference of its own.
@@ -20,26 +20,18 @@
 #include "memo.h"
 #include "slots.h"
 
-#define FEW_OPTIONS 2
-#define NUM_OPTIONS 16 /* a power of two */
-
 /* A tuple of results that was made for the instance at hand, borrowed from `kept`. */
 typedef struct {
     PyObject *results;
     Way *way;
 } Made;
 
-/* Where the tree of descriptions goes on from a place after keyword arguments: these objects. */
-typedef struct {
-    PyObject *place, *names, *values[FEW_OPTIONS], *next;
-} Options;
-
 typedef struct {
     PyObject_HEAD
-    PyObject *recorder, *result, *cell, *known, *computed, *kept, *numbers, *arrays, *ndarray;
-    PyObject *watched, *calls;
+    PyObject *recorder, *result, *shared, *cell, *known, *computed, *kept, *numbers, *arrays;
+    PyObject *nodes, *ndarray, *watched, *calls;
     PyObject *call_specs, *references, *input_group, *counter; /* Ints; how many results there are */
-    PyObject *input_value, *end, *python;
+    PyObject *input_value, *flatten, *function, *python; /* `flatten` a pytree by one level */
     PyObject *contents; /* the descriptor of `cell_contents` */
     PyObject *of_ints;  /* what `numbers` has for ints, once it has it */
     /* Where slots are in objects of these classes, in bytes. */
@@ -49,12 +41,11 @@ typedef struct {
     size_t num_made, room_made;
     Ways ways;
     KnownObjects objects; /* of this instance */
-    Options options[NUM_OPTIONS]; /* met last, by their addresses */
 } FastPath;
 
 static PyTypeObject *fast_path_type;
 static PyObject *name_closure, *name_contents, *name_results, *name_id, *name_tree, *name_unit;
-static PyObject *name_shape, *name_dtype, *name_copy, *name_symbol, *name_parts, *name_unflatten;
+static PyObject *name_shape, *name_dtype, *name_copy, *name_symbol, *name_unflatten;
 
 /* What a call is made of, as far as it has been looked at: pairs of words, one of those below and
  * what it says; objects, by references of its own, of which the addresses are words; and what the
@@ -65,7 +56,14 @@ typedef struct {
 
 #define FEW_ARGUMENTS 16 /* of a call, which need no memory */
 
-enum { VALUE = 1, TOKEN, LIST, TUPLE, CLOSED_OVER };
+/* What a part of a description is, as in `_record/fast_path.py`: the word of a TOKEN, which is a
+ * reference by an object, of STRING, and of KEYWORD is the address of an object. */
+enum {
+    REFERENCE, STRING, LIST, TUPLE, DICT, NODE, SHARED, IDENTITY, KEYWORD, INT, BOOL, FLOAT,
+    TOKEN
+};
+
+#define MAX_DEPTH 32 /* of containers, and how many names a dict may have */
 
 static void
 release(Words *objects)
@@ -95,6 +93,26 @@ describe(Call *call, int kind, uintptr_t word)
     return push_word(&call->words, (uintptr_t)kind) < 0 ? -1 : push_word(&call->words, word);
 }
 
+/* The same by an object, which is held. */
+static int
+describe_object(Call *call, int kind, PyObject *x)
+{
+    if (push_taken(&call->held, Py_NewRef(x)) < 0)
+        return -1;
+    return describe(call, kind, (uintptr_t)x);
+}
+
+/* The same by a string, of which there is one object. */
+static int
+describe_string(Call *call, int kind, PyObject *x)
+{
+    Py_INCREF(x);
+    PyUnicode_InternInPlace(&x);
+    int failed = describe_object(call, kind, x) < 0;
+    Py_DECREF(x);
+    return failed ? -1 : 0;
+}
+
 /* The same by a token: numbers are equal if their values are, others if they are one. */
 static int
 describe_token(Call *call, PyObject *token)
@@ -103,11 +121,9 @@ describe_token(Call *call, PyObject *token)
         int overflow;
         long value = PyLong_AsLongAndOverflow(token, &overflow);
         if (!overflow)
-            return describe(call, VALUE, (uintptr_t)value);
+            return describe(call, REFERENCE, (uintptr_t)value);
     }
-    if (push_taken(&call->held, Py_NewRef(token)) < 0)
-        return -1;
-    return describe(call, TOKEN, (uintptr_t)token);
+    return describe_object(call, TOKEN, token);
 }
 
 static int
@@ -119,102 +135,31 @@ push_reference(Call *call, PyObject *index)
     return push_word(&call->reads, (uintptr_t)reference);
 }
 
-/* The token that a pair of words stands for, a new reference. */
+/* The key that Python has for a call of a cell; NULL with an error. */
 static PyObject *
-token_of(const uintptr_t *pair)
+key_of(PyObject *cell, const Words *words)
 {
-    switch (pair[0]) {
-    case VALUE:
-        return PyLong_FromLong((long)pair[1]);
-    case TOKEN:
-        return Py_NewRef((PyObject *)pair[1]);
-    case CLOSED_OVER:
-        return PyLong_FromVoidPtr((void *)pair[1]);
-    default:
-        return Py_BuildValue("(On)", pair[0] == LIST ? &PyList_Type : &PyTuple_Type,
-                             (Py_ssize_t)pair[1]);
+    PyObject *key = PyTuple_New(words->count);
+    if (key == NULL)
+        return NULL;
+    PyTuple_SetItem(key, 0, Py_NewRef(cell));
+    for (Py_ssize_t i = 1; key != NULL && i < words->count; i += 2) { /* the first is the cell */
+        uintptr_t kind = words->words[i], word = words->words[i + 1];
+        int is_object = kind == TOKEN || kind == STRING || kind == KEYWORD;
+        PyObject *first = PyLong_FromLong(kind == TOKEN ? REFERENCE : (long)kind);
+        PyObject *second = is_object ? Py_NewRef((PyObject *)word)
+            : kind == IDENTITY ? PyLong_FromVoidPtr((void *)word)
+                               : PyLong_FromLongLong((long long)(intptr_t)word);
+        if (first == NULL || second == NULL) {
+            Py_XDECREF(first);
+            Py_XDECREF(second);
+            Py_CLEAR(key);
+        } else {
+            PyTuple_SetItem(key, i, first);
+            PyTuple_SetItem(key, i + 1, second);
+        }
     }
-}
-
-/* (types of the values, items) of options that are plain; NULL without an error if some is not. */
-static PyObject *
-options_token(PyObject *options)
-{
-    Py_ssize_t position = 0, i = 0, length = PyDict_Size(options);
-    PyObject *name, *value, *kinds = PyTuple_New(length), *items = PyTuple_New(length);
-    PyObject *token = NULL;
-    if (kinds == NULL || items == NULL)
-        goto done;
-    while (PyDict_Next(options, &position, &name, &value)) {
-        int is_plain = PyBool_Check(value) || PyLong_CheckExact(value) || value == Py_None ||
-                       PyUnicode_CheckExact(value);
-        if (!is_plain)
-            goto done;
-        PyObject *item = PyTuple_Pack(2, name, value);
-        if (item == NULL)
-            goto done;
-        PyTuple_SetItem(items, i, item);
-        PyTuple_SetItem(kinds, i++, Py_NewRef((PyObject *)Py_TYPE(value)));
-    }
-    token = PyTuple_Pack(2, kinds, items);
-done:
-    Py_XDECREF(kinds);
-    Py_XDECREF(items);
-    return token;
-}
-
-/* The place that options lead to from a place, by the tree; a new reference, or NULL, without an
- * error if there is none. */
-static PyObject *
-follow_options(PyObject *place, PyObject *options)
-{
-    PyObject *token = options_token(options);
-    PyObject *next = token == NULL ? NULL : PyDict_GetItemWithError(place, token);
-    Py_XINCREF(next);
-    Py_XDECREF(token);
-    return next;
-}
-
-static void
-forget_options(Options *known)
-{
-    Options old = *known;
-    memset(known, 0, sizeof *known);
-    Py_XDECREF(old.place);
-    Py_XDECREF(old.names);
-    for (int i = 0; i < FEW_OPTIONS; i++)
-        Py_XDECREF(old.values[i]);
-    Py_XDECREF(old.next);
-}
-
-/* The same for values with names, which mostly are the objects of an earlier call. */
-static PyObject *
-follow_named(FastPath *self, PyObject *place, PyObject *names, PyObject *const *values)
-{
-    Py_ssize_t count = PyTuple_Size(names);
-    Options *known = NULL;
-    if (count <= FEW_OPTIONS) {
-        uint64_t mixed = (uintptr_t)place ^ ((uintptr_t)names << 1);
-        for (Py_ssize_t i = 0; i < count; i++)
-            mixed = mixed * 31 + (uintptr_t)values[i];
-        mixed *= 0x9E3779B97F4A7C15u;
-        known = &self->options[mixed >> 60 & (NUM_OPTIONS - 1)];
-        int is_same = known->place == place && known->names == names;
-        for (Py_ssize_t i = 0; is_same && i < count; i++)
-            is_same = known->values[i] == values[i];
-        if (is_same)
-            return Py_NewRef(known->next);
-    }
-    PyObject *options = named_arguments(values, names);
-    PyObject *next = options == NULL ? NULL : follow_options(place, options);
-    Py_XDECREF(options);
-    if (next != NULL && known != NULL) {
-        forget_options(known);
-        *known = (Options){Py_NewRef(place), Py_NewRef(names), {NULL}, Py_NewRef(next)};
-        for (Py_ssize_t i = 0; i < count; i++)
-            known->values[i] = Py_NewRef(values[i]);
-    }
-    return next;
+    return key;
 }
 
 /* Each of these looks at something: 1 if it is described, 0 if it is something else, -1 if it is
@@ -223,11 +168,17 @@ follow_named(FastPath *self, PyObject *place, PyObject *names, PyObject *const *
 static int
 look_at_symbol(FastPath *self, Call *call, PyObject *x)
 {
-    if ((PyObject *)Py_TYPE(x) != self->result || *slot(x, self->trace_at) != self->recorder)
+    int is_shared = (PyObject *)Py_TYPE(x) == self->shared;
+    if ((!is_shared && (PyObject *)Py_TYPE(x) != self->result) ||
+        *slot(x, self->trace_at) != self->recorder)
         return 0;
-    PyObject *kind = *slot(x, self->type_at), *index = *slot(x, self->index_at);
-    if (kind == NULL || index == NULL)
+    PyObject *kind = is_shared ? NULL : *slot(x, self->type_at), *index = *slot(x, self->index_at);
+    if (index == NULL || (kind == NULL && !is_shared))
         return 0;
+    if (is_shared) {
+        Py_ssize_t number = PyLong_AsSsize_t(index);
+        return PyErr_Occurred() || describe(call, SHARED, (uintptr_t)number) < 0 ? -1 : 1;
+    }
     return describe_token(call, kind) < 0 || push_reference(call, index) < 0 ? -1 : 1;
 }
 
@@ -335,25 +286,133 @@ look_at_array(FastPath *self, Call *call, PyObject *x)
     return result;
 }
 
-/* Looks at what is no tuple or list put together by hand, the most common first. */
+/* Looks at what is no container that was put together by hand, the most common first. A shared
+ * value may be known by a token, as containers of them are. */
 static int
 look_at_single(FastPath *self, Call *call, PyObject *x)
 {
-    int found = look_at_symbol(self, call, x);
+    int found = (PyObject *)Py_TYPE(x) == self->result ? look_at_symbol(self, call, x) : 0;
     if (found == 0 && (PyLong_CheckExact(x) || PyFloat_CheckExact(x)))
         found = look_at_number(self, call, x);
     found = found == 0 ? look_at_known(self, call, x) : found;
+    found = found == 0 ? look_at_symbol(self, call, x) : found;
     found = found == 0 ? look_at_array(self, call, x) : found;
     return found == 0 ? look_at_number(self, call, x) : found;
 }
 
-/* Looks at a tuple or list of references, which will not change, and of numbers and arrays. */
+static int look_at(FastPath *self, Call *call, PyObject *x, int depth);
+
+/* Looks at the items of a tuple or list, which may become shorter meanwhile. */
 static int
-look_at_parts(FastPath *self, Call *call, PyObject *x)
+look_at_items(FastPath *self, Call *call, PyObject *x, Py_ssize_t length, int depth)
 {
-    int is_tuple = PyTuple_CheckExact(x);
-    if (!is_tuple && !PyList_CheckExact(x))
+    int is_tuple = PyTuple_Check(x), found = 1;
+    for (Py_ssize_t i = 0; found == 1 && i < length; i++) {
+        PyObject *part = is_tuple ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
+        if (part == NULL)
+            return -1;
+        Py_INCREF(part);
+        found = look_at(self, call, part, depth + 1);
+        Py_DECREF(part);
+    }
+    return found;
+}
+
+/* Looks at a dict with strings for keys, in the order of these as JAX flattens it; 0 if it has
+ * others, or many. */
+static int
+look_at_dict(FastPath *self, Call *call, PyObject *x, int depth)
+{
+    PyObject *names[MAX_DEPTH], *name, *value;
+    Py_ssize_t position = 0, length = PyDict_Size(x), count = 0;
+    if (length > MAX_DEPTH)
         return 0;
+    while (PyDict_Next(x, &position, &name, &value)) {
+        if (!PyUnicode_CheckExact(name))
+            return 0;
+        Py_ssize_t i = count++;
+        for (; i > 0 && PyUnicode_Compare(names[i - 1], name) > 0; i--)
+            names[i] = names[i - 1];
+        names[i] = name;
+    }
+    int found = describe(call, DICT, (uintptr_t)length) < 0 ? -1 : 1;
+    for (Py_ssize_t i = 0; found == 1 && i < length; i++)
+        found = describe_string(call, STRING, names[i]) < 0 ? -1 : 1; /* held from now on */
+    for (Py_ssize_t i = 0; found == 1 && i < length; i++) {
+        value = PyDict_GetItemWithError(x, names[i]);
+        if (value == NULL)
+            return -1;
+        Py_INCREF(value);
+        found = look_at(self, call, value, depth + 1);
+        Py_DECREF(value);
+    }
+    return found;
+}
+
+/* The token of containers of a class that carry something besides their parts, a new reference;
+ * NULL, without an error if Python has to say. */
+static PyObject *
+find_node(FastPath *self, PyObject *kind, PyObject *carried)
+{
+    int is_tuple = PyTuple_CheckExact(carried), has_bools = 0;
+    Py_ssize_t length = is_tuple ? PyTuple_Size(carried) : 1;
+    for (Py_ssize_t i = 0; i < length; i++) {
+        PyObject *item = is_tuple ? PyTuple_GetItem(carried, i) : carried;
+        if (PyBool_Check(item))
+            has_bools = 1;
+        else if (!PyUnicode_CheckExact(item) && !PyLong_CheckExact(item) && item != Py_None &&
+                 !PyType_Check(item) && (PyObject *)Py_TYPE(item) != self->function)
+            return NULL;
+    }
+    PyObject *types = has_bools ? PyTuple_New(length) : Py_NewRef(Py_None);
+    for (Py_ssize_t i = 0; has_bools && types != NULL && i < length; i++) {
+        PyObject *item = is_tuple ? PyTuple_GetItem(carried, i) : carried;
+        PyTuple_SetItem(types, i, Py_NewRef((PyObject *)Py_TYPE(item)));
+    }
+    PyObject *key = types == NULL ? NULL : PyTuple_Pack(3, kind, carried, types);
+    PyObject *token = key == NULL ? NULL : PyDict_GetItemWithError(self->nodes, key);
+    Py_XINCREF(token);
+    Py_XDECREF(key);
+    Py_XDECREF(types);
+    return token;
+}
+
+/* Looks at a container of JAX's registry of pytrees, or at what is none, by its address. */
+static int
+look_at_node(FastPath *self, Call *call, PyObject *x, int depth)
+{
+    PyObject *node = PyObject_CallFunctionObjArgs(self->flatten, x, NULL), *parts = NULL;
+    if (node == NULL) {
+        PyErr_Clear(); /* the slow path says what is wrong */
+        return -1;
+    }
+    int found = -1;
+    if (node == Py_None)
+        found = describe(call, IDENTITY, (uintptr_t)x) < 0 ? -1 : 1;
+    else if (PyTuple_Check(node) && PyTuple_Size(node) == 2)
+        parts = PySequence_Tuple(PyTuple_GetItem(node, 0));
+    PyObject *token = parts == NULL ? NULL
+        : find_node(self, (PyObject *)Py_TYPE(x), PyTuple_GetItem(node, 1));
+    if (token != NULL) {
+        Py_ssize_t length = PyTuple_Size(parts);
+        found = describe(call, NODE, (uintptr_t)length) < 0 || describe_token(call, token) < 0 ? -1 : 1;
+        found = found == 1 ? look_at_items(self, call, parts, length, depth) : -1;
+    }
+    Py_XDECREF(token);
+    Py_XDECREF(parts);
+    Py_DECREF(node);
+    return found;
+}
+
+/* Looks at containers and at what is static. A container that may change is left to Python where
+ * it was described before. */
+static int
+look_at_parts(FastPath *self, Call *call, PyObject *x, int depth)
+{
+    if (PyUnicode_CheckExact(x))
+        return describe_string(call, STRING, x) < 0 ? -1 : 1;
+    if (depth > MAX_DEPTH)
+        return -1;
     if (PyDict_Size(self->watched) > 0) {
         PyObject *id = PyLong_FromVoidPtr(x);
         int may_change = id == NULL ? -1 : PyDict_Contains(self->watched, id);
@@ -361,25 +420,104 @@ look_at_parts(FastPath *self, Call *call, PyObject *x)
         if (may_change != 0)
             return -1;
     }
-    Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
-    int found = describe(call, is_tuple ? TUPLE : LIST, (uintptr_t)length) < 0 ? -1 : 1;
-    for (Py_ssize_t i = 0; found == 1 && i < length; i++) {
-        PyObject *part = is_tuple ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
-        if (part == NULL) /* the list has become shorter */
+    int is_tuple = PyTuple_CheckExact(x), found = 0;
+    if (is_tuple || PyList_CheckExact(x)) {
+        Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
+        if (describe(call, is_tuple ? TUPLE : LIST, (uintptr_t)length) < 0)
             return -1;
-        Py_INCREF(part);
-        found = look_at_single(self, call, part);
-        Py_DECREF(part);
+        return look_at_items(self, call, x, length, depth);
     }
-    return found == 1 ? 1 : -1;
+    if (PyDict_CheckExact(x))
+        found = look_at_dict(self, call, x, depth);
+    return found == 0 ? look_at_node(self, call, x, depth) : found;
 }
 
 static int
-look_at(FastPath *self, Call *call, PyObject *x)
+look_at(FastPath *self, Call *call, PyObject *x, int depth)
 {
     int found = look_at_single(self, call, x);
-    found = found == 0 ? look_at_parts(self, call, x) : found;
+    found = found == 0 ? look_at_parts(self, call, x, depth) : found;
     return found == 1 ? 1 : -1;
+}
+
+/* Whether a keyword argument is an operand or holds one: 1 or 0, -1 if Python has to say. */
+static int
+holds_operand(FastPath *self, PyObject *x, int depth)
+{
+    PyTypeObject *kind = Py_TYPE(x);
+    if ((PyObject *)kind == self->result || (PyObject *)kind == self->shared ||
+        (PyObject *)kind == self->ndarray || find_known_object(&self->objects, x) != NULL)
+        return 1;
+    if (x == Py_None || PyUnicode_CheckExact(x) || PyLong_CheckExact(x) || PyFloat_CheckExact(x) ||
+        PyBool_Check(x) || PyType_Check(x) || (PyObject *)kind == self->function)
+        return 0;
+    PyObject *id = PyLong_FromVoidPtr(x);
+    int found = id == NULL ? -1 : PyDict_Contains(self->known, id);
+    Py_XDECREF(id);
+    if (found != 0 || depth > MAX_DEPTH)
+        return found == 0 ? -1 : found;
+    PyObject *node = PyObject_CallFunctionObjArgs(self->flatten, x, NULL);
+    if (node == NULL)
+        PyErr_Clear();
+    if (node == NULL || !PyTuple_Check(node) || PyTuple_Size(node) != 2) {
+        int is_leaf = node == Py_None;
+        Py_XDECREF(node);
+        return is_leaf ? 0 : -1;
+    }
+    PyObject *parts = PySequence_Tuple(PyTuple_GetItem(node, 0));
+    found = parts == NULL ? -1 : 0;
+    for (Py_ssize_t i = 0; found == 0 && i < PyTuple_Size(parts); i++)
+        found = holds_operand(self, PyTuple_GetItem(parts, i), depth + 1);
+    Py_XDECREF(parts);
+    Py_DECREF(node);
+    return found;
+}
+
+/* Looks at the value of a keyword argument. */
+static int
+look_at_option(FastPath *self, Call *call, PyObject *x)
+{
+    if (PyUnicode_CheckExact(x))
+        return describe_string(call, STRING, x) < 0 ? -1 : 1;
+    if (PyBool_Check(x))
+        return describe(call, BOOL, x == Py_True) < 0 ? -1 : 1;
+    if (PyLong_CheckExact(x)) {
+        int overflow;
+        long long value = PyLong_AsLongLongAndOverflow(x, &overflow);
+        return overflow || describe(call, INT, (uintptr_t)value) < 0 ? -1 : 1;
+    }
+    if (PyFloat_CheckExact(x)) {
+        double value = PyFloat_AsDouble(x);
+        uint64_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        return describe(call, FLOAT, (uintptr_t)bits) < 0 ? -1 : 1;
+    }
+    int holds = holds_operand(self, x, 0);
+    if (holds == 0)
+        return describe(call, IDENTITY, (uintptr_t)x) < 0 ? -1 : 1;
+    return holds == 1 ? look_at(self, call, x, 0) : -1;
+}
+
+/* Looks at keyword arguments, in the order of their names. */
+static int
+look_at_options(FastPath *self, Call *call, PyObject *const *names, PyObject *const *values,
+                Py_ssize_t count)
+{
+    Py_ssize_t order[MAX_DEPTH];
+    if (count > MAX_DEPTH)
+        return -1;
+    for (Py_ssize_t k = 0; k < count; k++) {
+        Py_ssize_t i = k;
+        for (; i > 0 && PyUnicode_Compare(names[order[i - 1]], names[k]) > 0; i--)
+            order[i] = order[i - 1];
+        order[i] = k;
+    }
+    int found = 1;
+    for (Py_ssize_t k = 0; found == 1 && k < count; k++) {
+        found = describe_string(call, KEYWORD, names[order[k]]) < 0 ? -1 : 1;
+        found = found == 1 ? look_at_option(self, call, values[order[k]]) : found;
+    }
+    return found;
 }
 
 /* What a cell of a closure holds, a new reference; NULL without an error if it is not assigned. */
@@ -409,30 +547,12 @@ look_at_closure(FastPath *self, Call *call, PyObject *cell)
     int found = length < 0 ? -1 : 1;
     for (Py_ssize_t i = 0; found == 1 && i < length; i++) {
         PyObject *x = contents_of(self, PyTuple_GetItem(closure, i));
-        if (x == NULL || describe(call, CLOSED_OVER, (uintptr_t)x) < 0)
+        if (x == NULL || describe(call, IDENTITY, (uintptr_t)x) < 0)
             found = -1;
         Py_XDECREF(x);
     }
     Py_XDECREF(closure);
     return found;
-}
-
-/* The call spec that the tree of descriptions has for a call, or None; a new reference, or NULL,
- * without an error if there is none. */
-static PyObject *
-follow(FastPath *self, PyObject *place, const Words *words)
-{
-    Py_INCREF(place);
-    for (Py_ssize_t i = 1; place != NULL && i <= words->count; i += 2) {
-        int is_end = i == words->count;
-        PyObject *token = is_end ? Py_NewRef(self->end) : token_of(&words->words[i]);
-        PyObject *next = token == NULL ? NULL : PyDict_GetItemWithError(place, token);
-        Py_XINCREF(next);
-        Py_XDECREF(token);
-        Py_DECREF(place);
-        place = next;
-    }
-    return place;
 }
 
 /* The numbers of results from `*next` on in their structure, if that is tuples of tuples; NULL if
@@ -463,7 +583,7 @@ find_nested(PyObject *tree, Py_ssize_t *next)
 
 /* The way of a call that leads to a call spec, in terms of C; NULL with an error. */
 static Way *
-make_way(const Call *call, PyObject *place, PyObject *call_spec)
+make_way(const Call *call, PyObject *cell, PyObject *call_spec)
 {
     Way *way = new_way(&call->words);
     if (way == NULL)
@@ -476,73 +596,60 @@ make_way(const Call *call, PyObject *place, PyObject *call_spec)
     way->call_spec = Py_NewRef(call_spec);
     way->kinds = PyObject_GetAttr(call_spec, name_results);
     way->unit = PyObject_GetAttr(call_spec, name_unit);
-    way->parts = PyObject_GetAttr(call_spec, name_parts);
     way->num_results = way->kinds == NULL ? -1 : PyTuple_Size(way->kinds);
     if (tree == NULL || way->held == NULL || way->id < 0 || way->unit == NULL ||
-        way->parts == NULL || way->num_results < 0) {
+        way->num_results < 0) {
         Py_XDECREF(tree);
         free_way(way);
         return NULL;
     }
     way->is_single = tree == Py_None;
-    way->is_flat = way->unit != Py_None;
     Py_ssize_t next = 0;
-    if (!way->is_single && !way->is_flat)
+    if (!way->is_single)
         way->nested = find_nested(tree, &next);
     Py_DECREF(tree);
-    if (PyErr_Occurred() || !PyTuple_Check(way->parts) || (way->nested && next != way->num_results)) {
+    way->is_flat = way->nested != NULL && PyTuple_Size(way->nested) == next;
+    for (Py_ssize_t i = 0; way->is_flat && i < next; i++)
+        way->is_flat = !PyTuple_Check(PyTuple_GetItem(way->nested, i));
+    if (PyErr_Occurred() || (way->nested && next != way->num_results)) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_TypeError, "expected the structure of a result");
         free_way(way);
         return NULL;
     }
-    PyTuple_SetItem(way->held, 0, Py_NewRef(place));
+    PyTuple_SetItem(way->held, 0, Py_NewRef(cell));
     for (Py_ssize_t i = 0; i < call->held.count; i++)
         PyTuple_SetItem(way->held, 1 + i, Py_NewRef((PyObject *)call->held.words[i]));
     return way;
 }
 
-/* How a call like this was recorded before; NULL without an error: it is left to Python. Keyword
- * arguments are `options`, or follow the others and have `names`; either may be NULL. */
+/* How a call like this was recorded before; NULL without an error: it is left to Python. */
 static Way *
 find(FastPath *self, Call *call, PyObject *cell, PyObject *const *args, Py_ssize_t length,
-     PyObject *names, PyObject *options)
+     PyObject *const *names, PyObject *const *values, Py_ssize_t num_options)
 {
-    PyObject *place = PyDict_GetItemWithError(self->calls, cell), *call_spec = NULL;
-    Way *way = NULL;
-    Py_XINCREF(place);
-    if (place != NULL && names != NULL && PyTuple_Size(names) > 0) {
-        PyObject *next = follow_named(self, place, names, args + length);
-        Py_DECREF(place);
-        place = next;
-    } else if (place != NULL && options != NULL && PyDict_Size(options) > 0) {
-        PyObject *next = follow_options(place, options);
-        Py_DECREF(place);
-        place = next;
-    }
-    if (place == NULL)
-        return NULL;
-    int found = push_word(&call->words, (uintptr_t)place) < 0 ? -1 : 1;
+    int found = push_word(&call->words, (uintptr_t)cell) < 0 ? -1 : 1;
     if (found == 1)
         found = look_at_closure(self, call, cell);
     for (Py_ssize_t i = 0; found == 1 && i < length; i++)
-        found = look_at(self, call, args[i]);
-    if (found == 1)
-        way = find_way(&self->ways, &call->words);
-    if (found == 1 && way == NULL) {
-        call_spec = follow(self, place, &call->words);
-        if (call_spec != NULL && call_spec != Py_None)
-            way = make_way(call, place, call_spec);
-        if (way != NULL && add_way(&self->ways, way) < 0) {
-            free_way(way);
-            way = NULL;
-        }
-        if (way != NULL)
-            way = find_way(&self->ways, &call->words);
+        found = look_at(self, call, args[i], 0);
+    if (found == 1 && num_options > 0)
+        found = look_at_options(self, call, names, values, num_options);
+    Way *way = found == 1 ? find_way(&self->ways, &call->words) : NULL;
+    if (found != 1 || way != NULL)
+        return way;
+    PyObject *key = key_of(cell, &call->words);
+    PyObject *call_spec = key == NULL ? NULL : PyDict_GetItemWithError(self->calls, key);
+    Py_XINCREF(call_spec);
+    Py_XDECREF(key);
+    if (call_spec != NULL)
+        way = make_way(call, cell, call_spec);
+    if (way != NULL && add_way(&self->ways, way) < 0) {
+        free_way(way);
+        way = NULL;
     }
     Py_XDECREF(call_spec);
-    Py_DECREF(place);
-    return way;
+    return way == NULL ? NULL : find_way(&self->ways, &call->words);
 }
 
 /* A symbol for result number `number`.
@@ -660,29 +767,6 @@ make_tuple(FastPath *self, Way *way, int64_t first, PyObject *kinds, PyObject *u
     return results;
 }
 
-/* Notes the flat tuples inside of a result, which are known as a whole; see `CallSpec.parts`. */
-static int
-note_parts(FastPath *self, int64_t first, PyObject *parts, PyObject *results)
-{
-    for (Py_ssize_t i = 0; i < PyTuple_Size(parts); i++) {
-        Py_ssize_t place;
-        long long within;
-        PyObject *token;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(parts, i), "nOL", &place, &token, &within))
-            return -1;
-        PyObject *part = PySequence_GetItem(results, place);
-        PyObject *number = PyLong_FromLongLong(first + within);
-        int failed = part == NULL || number == NULL || PyList_Append(self->kept, part) < 0;
-        if (!failed && find_known_object(&self->objects, part) == NULL) /* there is one () */
-            failed = add_known_object(&self->objects, part, token, number, 0) < 0;
-        Py_XDECREF(number);
-        Py_XDECREF(part);
-        if (failed)
-            return -1;
-    }
-    return 0;
-}
-
 /* Results in tuples of tuples, as `nested` has their numbers, counted from `first`. */
 static PyObject *
 make_nested(FastPath *self, int64_t first, PyObject *kinds, PyObject *nested)
@@ -758,9 +842,8 @@ record(FastPath *self, Way *way, const Words *reads)
     if (write_node(self, way, reads, &first) < 0)
         return NULL;
     PyObject *kinds = Py_NewRef(way->kinds), *unit = Py_NewRef(way->unit), *results;
-    PyObject *call_spec = Py_NewRef(way->call_spec), *parts = Py_NewRef(way->parts);
-    PyObject *nested = Py_XNewRef(way->nested);
-    if (way->is_flat && !way->is_single)
+    PyObject *call_spec = Py_NewRef(way->call_spec), *nested = Py_XNewRef(way->nested);
+    if (way->is_flat)
         results = make_tuple(self, way, first, kinds, unit);
     else if (way->is_single) {
         PyObject *number = PyLong_FromLongLong(first);
@@ -769,13 +852,16 @@ record(FastPath *self, Way *way, const Words *reads)
     } else {
         results = nested != NULL ? make_nested(self, first, kinds, nested)
                                  : make_tree(self, first, kinds, call_spec);
-        if (results != NULL && note_parts(self, first, parts, results) < 0)
+        PyObject *number = results == NULL || unit == Py_None ? NULL : PyLong_FromLongLong(first);
+        if (results != NULL && unit != Py_None &&
+            (number == NULL || PyList_Append(self->kept, results) < 0 ||
+             add_known_object(&self->objects, results, unit, number, 0) < 0))
             Py_CLEAR(results);
+        Py_XDECREF(number);
     }
     Py_DECREF(kinds);
     Py_DECREF(unit);
     Py_DECREF(call_spec);
-    Py_DECREF(parts);
     Py_XDECREF(nested);
     return results;
 }
@@ -803,13 +889,13 @@ publish(FastPath *self)
 /* Records a call and returns its results; NULL without an error if it is left to Python. */
 static PyObject *
 record_known(FastPath *self, PyObject *cell, PyObject *const *args, Py_ssize_t count,
-             PyObject *names, PyObject *options)
+             PyObject *const *names, PyObject *const *values, Py_ssize_t num_options)
 {
     Call call;
     init_words(&call.words);
     init_words(&call.held);
     init_words(&call.reads);
-    Way *way = find(self, &call, cell, args, count, names, options);
+    Way *way = find(self, &call, cell, args, count, names, values, num_options);
     PyObject *results = way == NULL ? NULL : record(self, way, &call.reads);
     free_words(&call.words);
     free_words(&call.reads);
@@ -829,15 +915,20 @@ call_cell(PyObject *object, PyObject *const *argv, Py_ssize_t argc)
         PyErr_SetString(PyExc_TypeError, "expected a cell, a tuple and a dict");
         return NULL;
     }
-    PyObject *few[FEW_ARGUMENTS] = {NULL}, **args = few;
-    Py_ssize_t count = PyTuple_Size(argv[1]);
-    if (count > FEW_ARGUMENTS && (args = malloc((size_t)count * sizeof(PyObject *))) == NULL)
-        return PyErr_NoMemory();
-    for (Py_ssize_t i = 0; i < count; i++)
-        args[i] = PyTuple_GetItem(argv[1], i);
-    PyObject *results = record_known(self, argv[0], args, count, NULL, argv[2]);
-    if (args != few)
-        free(args);
+    PyObject *few[FEW_ARGUMENTS] = {NULL}, **args = few, *names[MAX_DEPTH], *values[MAX_DEPTH];
+    Py_ssize_t count = PyTuple_Size(argv[1]), position = 0, num_options = 0;
+    PyObject *results = NULL;
+    if (PyDict_Size(argv[2]) <= MAX_DEPTH) {
+        if (count > FEW_ARGUMENTS && (args = malloc((size_t)count * sizeof(PyObject *))) == NULL)
+            return PyErr_NoMemory();
+        for (Py_ssize_t i = 0; i < count; i++)
+            args[i] = PyTuple_GetItem(argv[1], i);
+        while (PyDict_Next(argv[2], &position, &names[num_options], &values[num_options]))
+            num_options++;
+        results = record_known(self, argv[0], args, count, names, values, num_options);
+        if (args != few)
+            free(args);
+    }
     if (results != NULL || PyErr_Occurred())
         return results;
     return PyObject_CallFunctionObjArgs(self->python, argv[0], argv[1], argv[2], NULL);
@@ -856,8 +947,13 @@ record_call(PyObject *object, PyObject *cell, PyObject *const *args, Py_ssize_t 
 {
     FastPath *self = (FastPath *)object;
     PyObject *options = NULL, *tuple = NULL, *results = NULL;
-    if ((PyObject *)Py_TYPE(cell) == self->cell)
-        results = record_known(self, cell, args, count, names, NULL);
+    PyObject *keywords[MAX_DEPTH];
+    Py_ssize_t num_options = names == NULL ? 0 : PyTuple_Size(names);
+    if ((PyObject *)Py_TYPE(cell) == self->cell && num_options <= MAX_DEPTH) {
+        for (Py_ssize_t i = 0; i < num_options; i++)
+            keywords[i] = PyTuple_GetItem(names, i);
+        results = record_known(self, cell, args, count, keywords, args + count, num_options);
+    }
     if (results == NULL && !PyErr_Occurred()) {
         options = names == NULL ? PyDict_New() : named_arguments(args + count, names);
         tuple = PyTuple_New(count);
@@ -895,10 +991,11 @@ next_instance(PyObject *object, PyObject *nothing)
 }
 
 #define EACH(visit)                                                                               \
-    visit(recorder) visit(result) visit(cell) visit(known) visit(computed) visit(kept)            \
-    visit(numbers) visit(arrays) visit(ndarray) visit(watched) visit(calls) visit(call_specs)     \
-    visit(references) visit(input_group) visit(counter) visit(input_value) visit(end)             \
-    visit(python) visit(contents) visit(of_ints)
+    visit(recorder) visit(result) visit(shared) visit(cell) visit(known) visit(computed)          \
+    visit(kept) visit(numbers) visit(arrays) visit(nodes) visit(ndarray) visit(watched)           \
+    visit(calls) visit(call_specs) visit(references) visit(input_group) visit(counter)            \
+    visit(input_value) visit(flatten) visit(function) visit(python) visit(contents)               \
+    visit(of_ints)
 
 static int
 traverse(PyObject *object, visitproc visit, void *arg)
@@ -907,10 +1004,6 @@ traverse(PyObject *object, visitproc visit, void *arg)
     Py_VISIT(Py_TYPE(object));
 #define VISIT(member) Py_VISIT(self->member);
     EACH(VISIT)
-    for (int i = 0; i < NUM_OPTIONS; i++) {
-        Py_VISIT(self->options[i].place);
-        Py_VISIT(self->options[i].next);
-    }
     for (size_t i = 0; i < self->ways.room; i++)
         if (self->ways.slots[i] != NULL) {
             Py_VISIT(self->ways.slots[i]->held);
@@ -929,8 +1022,6 @@ clear(PyObject *object)
     self->made = NULL;
     self->num_made = self->room_made = 0;
     clear_ways(&self->ways);
-    for (int i = 0; i < NUM_OPTIONS; i++)
-        forget_options(&self->options[i]);
 #define CLEAR(member) Py_CLEAR(self->member);
     EACH(CLEAR)
     return 0;
@@ -958,7 +1049,7 @@ number_of(PyObject *class, const char *name)
     return PyErr_Occurred() ? 0 : number;
 }
 
-/* fast_path(recorder, (class of results, of cells, of arrays), known, ..., python): the methods
+/* fast_path(recorder, (class of results, of shared values, of cells, ...), known, ..., python): the methods
  * `call_cell`, `forget_objects` and `next_instance` of a `FastPath`. */
 PyObject *
 make_fast_path(PyObject *module, PyObject *args)
@@ -969,13 +1060,14 @@ make_fast_path(PyObject *module, PyObject *args)
         return NULL;
     PyObject *object = (PyObject *)self, *methods = NULL;
     if (!PyArg_ParseTuple(
-            args, "O(O!O!O)O!O!O!O!O!O!O!(O!O!O!O!)O!OO", &self->recorder, &PyType_Type,
-            &self->result, &PyType_Type, &self->cell, &self->ndarray, &PyDict_Type, &self->known,
-            &PyDict_Type, &self->computed, &PyList_Type, &self->kept, &PyDict_Type, &self->numbers,
-            &PyDict_Type, &self->arrays, &PyDict_Type, &self->watched, &PyDict_Type, &self->calls,
+            args, "O(O!O!O!OO)O!O!O!(O!O!O!)O!O!(O!O!O!O!)O!OO", &self->recorder, &PyType_Type,
+            &self->result, &PyType_Type, &self->shared, &PyType_Type, &self->cell, &self->ndarray,
+            &self->function, &PyDict_Type, &self->known, &PyDict_Type, &self->computed,
+            &PyList_Type, &self->kept, &PyDict_Type, &self->numbers, &PyDict_Type, &self->arrays,
+            &PyDict_Type, &self->nodes, &PyDict_Type, &self->watched, &PyDict_Type, &self->calls,
             ints_type, &self->call_specs, ints_type, &self->references, ints_type,
             &self->input_group, ints_type, &self->counter, &PyList_Type, &self->input_value,
-            &self->end, &self->python)) {
+            &self->flatten, &self->python)) {
 #define FORGET(member) self->member = NULL; /* borrowed so far */
         EACH(FORGET)
         Py_DECREF(object);
@@ -1035,7 +1127,6 @@ init_fast_path(PyObject *module)
     name_dtype = PyUnicode_InternFromString("dtype");
     name_symbol = PyUnicode_InternFromString("symbol");
     name_copy = PyUnicode_InternFromString("copy");
-    name_parts = PyUnicode_InternFromString("parts");
     name_unflatten = PyUnicode_InternFromString("unflatten");
     return fast_path_type == NULL || PyErr_Occurred() ? -1 : 0;
 }

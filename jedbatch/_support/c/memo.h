@@ -51,7 +51,7 @@ push_word(Words *words, uintptr_t word) /* the same */
 typedef struct {
     uint64_t hash;
     Py_ssize_t count;
-    PyObject *held, *call_spec, *kinds, *unit, *parts;
+    PyObject *held, *call_spec, *kinds, *unit;
     PyObject *nested; /* the numbers of results in tuples of tuples, if that is their structure */
     int64_t id;
     Py_ssize_t num_results;
