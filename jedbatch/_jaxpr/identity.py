@@ -190,18 +190,35 @@ def _is_plain(structure: PyTreeDef) -> bool:
 def is_immutable(structure: PyTreeDef) -> bool:
     """Returns whether containers of a structure hold the same leaves for good.
 
-    Tuples do, and objects of frozen dataclasses.
+    Tuples do, and objects of dataclasses that refuse assignments, as frozen ones and modules of
+    Equinox.
     """
-    stack: list[Any] = [structure]
+    leaf = object()
+    try:
+        stack: list[Any] = [jax.tree.unflatten(structure, [leaf] * structure.num_leaves)]
+    except Exception:  # there are no such containers of anything
+        return False
     while stack:
-        node = stack.pop()
-        kind: Any = (node.node_data() or (type(None),))[0]
-        params = getattr(kind, "__dataclass_params__", None)
-        is_tuple = issubclass(kind, tuple) or kind is type(None)
-        if not (is_tuple or (params is not None and params.frozen)):
+        x = stack.pop()
+        if x is leaf or x is None:
+            continue
+        if not (isinstance(x, tuple) or _refuses_assignment(x)):
             return False
-        stack += node.children()
+        parts, _ = jax.tree_util.default_registry.flatten_one_level(x)  # type: ignore[misc]
+        stack += parts
     return True
+
+
+def _refuses_assignment(x: object) -> bool:
+    if not dataclasses.is_dataclass(x):
+        return False
+    try:
+        setattr(x, "assigned", None)  # noqa: B010
+    except dataclasses.FrozenInstanceError:
+        return True
+    except Exception:
+        return False
+    return False
 
 
 def _parts_of(structure: PyTreeDef, carried_key: Callable) -> list[Hashable]:

@@ -17,7 +17,6 @@ nobody has when it is done, serve the next one.
 
 import operator
 import struct
-import types
 from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
@@ -62,7 +61,7 @@ def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None], Cal
         return in_python, nothing_to_forget, nothing_to_forget
     return compiled.fast_path(
         recorder,
-        (Value, Shared, Cell, np.ndarray, types.FunctionType),
+        (Value, Shared, Cell, np.ndarray),
         recorder.known,
         recorder.computed,
         recorder.kept,

@@ -8,7 +8,6 @@ types, shared values, groups of inputs. An operation is traced by JAX once, when
 import functools
 import gc
 import itertools
-import types
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any
 
@@ -55,7 +54,6 @@ MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values re
 MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
 MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
 NUMBER_TYPES = (int, float, complex, np.generic)
-_SIMPLE = frozenset({str, int, bool, type(None), types.FunctionType})  # told apart by `==` and type
 
 
 class Registry:
@@ -193,7 +191,7 @@ class Registry:
         items = carried if type(carried) is tuple else (carried,)
         types = tuple(map(type, items))
         key = kind, carried, types if bool in types else None
-        is_simple = all(issubclass(t, type) or t in _SIMPLE for t in types)
+        is_simple = all(t in (str, int, bool) or t.__eq__ is object.__eq__ for t in types)
         token = self.nodes.get(key) if is_simple else None
         if token is None:
             token = self.token("node", kind, carried_key(carried))

@@ -31,7 +31,7 @@ typedef struct {
     PyObject *recorder, *result, *shared, *cell, *known, *computed, *kept, *numbers, *arrays;
     PyObject *nodes, *ndarray, *watched, *calls;
     PyObject *call_specs, *references, *input_group, *counter; /* Ints; how many results there are */
-    PyObject *input_value, *flatten, *function, *python; /* `flatten` a pytree by one level */
+    PyObject *input_value, *flatten, *python; /* `flatten` a pytree by one level */
     PyObject *contents; /* the descriptor of `cell_contents` */
     PyObject *of_ints;  /* what `numbers` has for ints, once it has it */
     /* Where slots are in objects of these classes, in bytes. */
@@ -349,6 +349,13 @@ look_at_dict(FastPath *self, Call *call, PyObject *x, int depth)
     return found;
 }
 
+static int
+is_compared_by_identity(PyObject *x)
+{
+    return PyType_GetSlot(Py_TYPE(x), Py_tp_richcompare) ==
+           PyType_GetSlot(&PyBaseObject_Type, Py_tp_richcompare);
+}
+
 /* The token of containers of a class that carry something besides their parts, a new reference;
  * NULL, without an error if Python has to say. */
 static PyObject *
@@ -360,8 +367,7 @@ find_node(FastPath *self, PyObject *kind, PyObject *carried)
         PyObject *item = is_tuple ? PyTuple_GetItem(carried, i) : carried;
         if (PyBool_Check(item))
             has_bools = 1;
-        else if (!PyUnicode_CheckExact(item) && !PyLong_CheckExact(item) && item != Py_None &&
-                 !PyType_Check(item) && (PyObject *)Py_TYPE(item) != self->function)
+        else if (!PyUnicode_CheckExact(item) && !PyLong_CheckExact(item) && !is_compared_by_identity(item))
             return NULL;
     }
     PyObject *types = has_bools ? PyTuple_New(length) : Py_NewRef(Py_None);
@@ -444,15 +450,14 @@ look_at(FastPath *self, Call *call, PyObject *x, int depth)
 static int
 holds_operand(FastPath *self, PyObject *x, int depth)
 {
-    PyTypeObject *kind = Py_TYPE(x);
-    if ((PyObject *)kind == self->result || (PyObject *)kind == self->shared ||
-        (PyObject *)kind == self->ndarray || find_known_object(&self->objects, x) != NULL)
+    PyObject *kind = (PyObject *)Py_TYPE(x);
+    if (kind == self->result || kind == self->shared || kind == self->ndarray ||
+        find_known_object(&self->objects, x) != NULL)
         return 1;
-    if (x == Py_None || PyUnicode_CheckExact(x) || PyLong_CheckExact(x) || PyFloat_CheckExact(x) ||
-        PyBool_Check(x) || PyType_Check(x) || (PyObject *)kind == self->function)
-        return 0;
     PyObject *id = PyLong_FromVoidPtr(x);
     int found = id == NULL ? -1 : PyDict_Contains(self->known, id);
+    if (found == 0)
+        found = PyDict_Contains(self->computed, id);
     Py_XDECREF(id);
     if (found != 0 || depth > MAX_DEPTH)
         return found == 0 ? -1 : found;
@@ -994,7 +999,7 @@ next_instance(PyObject *object, PyObject *nothing)
     visit(recorder) visit(result) visit(shared) visit(cell) visit(known) visit(computed)          \
     visit(kept) visit(numbers) visit(arrays) visit(nodes) visit(ndarray) visit(watched)           \
     visit(calls) visit(call_specs) visit(references) visit(input_group) visit(counter)            \
-    visit(input_value) visit(flatten) visit(function) visit(python) visit(contents)               \
+    visit(input_value) visit(flatten) visit(python) visit(contents)               \
     visit(of_ints)
 
 static int
@@ -1060,9 +1065,9 @@ make_fast_path(PyObject *module, PyObject *args)
         return NULL;
     PyObject *object = (PyObject *)self, *methods = NULL;
     if (!PyArg_ParseTuple(
-            args, "O(O!O!O!OO)O!O!O!(O!O!O!)O!O!(O!O!O!O!)O!OO", &self->recorder, &PyType_Type,
+            args, "O(O!O!O!O)O!O!O!(O!O!O!)O!O!(O!O!O!O!)O!OO", &self->recorder, &PyType_Type,
             &self->result, &PyType_Type, &self->shared, &PyType_Type, &self->cell, &self->ndarray,
-            &self->function, &PyDict_Type, &self->known, &PyDict_Type, &self->computed,
+            &PyDict_Type, &self->known, &PyDict_Type, &self->computed,
             &PyList_Type, &self->kept, &PyDict_Type, &self->numbers, &PyDict_Type, &self->arrays,
             &PyDict_Type, &self->nodes, &PyDict_Type, &self->watched, &PyDict_Type, &self->calls,
             ints_type, &self->call_specs, ints_type, &self->references, ints_type,
