@@ -46,6 +46,7 @@ def shared_token(registry: Registry, way: Hashable, shared: Shared) -> tuple[Has
     """Returns (token, None) of an array that the function reaches in some way."""
     token = registry.token(jax.tree.structure(shared), shared.index)
     registry.tokens_reached[way] = shared.aval, token
+    registry.shared_in[token] = (shared.index,)
     return token, None
 
 
@@ -64,7 +65,9 @@ def _find_containers(registry: Registry, shared: PyTree) -> list[tuple[Hashable 
             continue
         marks = [y.index if isinstance(y, Shared) else typed_or_same(y) for y in leaves]
         has_parts = not isinstance(x, Shared) and bool(leaves)
-        containers.append((registry.token(structure, *marks), has_parts))
+        token = registry.token(structure, *marks)
+        registry.shared_in[token] = tuple([y.index for y in leaves if isinstance(y, Shared)])
+        containers.append((token, has_parts))
         if has_parts:
             stack += _parts(x)
     return containers

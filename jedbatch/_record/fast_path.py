@@ -5,8 +5,8 @@ described by its arguments, which are flattened as pytrees are, in the same orde
 types, numbers and arrays of NumPy by theirs, keyword arguments that hold no array by their values,
 and functions by which they are. What was described as a whole before is not looked into again: the
 containers of shared values, and tuples and frozen objects that a cell returned. `registry.calls`
-leads from such a description to a `CallSpec`, the way in which a call like this was recorded before.
-Whatever has no description takes the slow path every time (see `Recorder.slow_path`).
+leads from such a description to a `CallSpec`, the way in which a call like this was recorded
+before. Whatever has no description takes the slow path every time (see `Recorder.slow_path`).
 
 The compiled core writes nodes and references to flat lists of ints, and keeps two tables for a
 recording (`_support/c/memo.c`): from descriptions as numbers to call specs, and from containers and
@@ -17,7 +17,15 @@ nobody has when it is done, serve the next one.
 
 import operator
 import struct
-from collections.abc import Callable, Container, Hashable, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Container,
+    Hashable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any
 
 import jax
@@ -27,11 +35,17 @@ from jax.tree_util import PyTreeDef
 
 from jedbatch._jaxpr.identity import tree_key
 from jedbatch._record.cell import Cell, holds_array
-from jedbatch._record.closures import reachable_cells
-from jedbatch._record.held import held_values, holds_what_may_change
+from jedbatch._record.closures import function_identity, reachable_cells
+from jedbatch._record.held import (
+    OPERAND,
+    held_functions,
+    held_values,
+    holds_what_may_change,
+    with_held_values,
+)
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import is_constant, may_change
-from jedbatch._record.registry import Registry
+from jedbatch._record.registry import NUMBER_TYPES, Registry
 from jedbatch._record.symbols import RecorderLike, Shared, Value
 from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
@@ -67,7 +81,7 @@ def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None], Cal
         recorder.kept,
         (recorder.registry.numbers, recorder.registry.arrays, recorder.registry.nodes),
         recorder.watched,
-        recorder.registry.calls,
+        (recorder.registry.calls, recorder.cells),
         (recorder.call_specs, recorder.references, recorder.input_group, recorder.counter),
         recorder.input_value,
         jax.tree_util.default_registry.flatten_one_level,
@@ -129,28 +143,33 @@ class Description:
     What a node carries besides its parts, and the names in a dict, follow it; then come the parts.
 
     Attributes:
-      key: the cell, and these items.
+      key: the token of the function, and these items.
       reads: references to results, or inputs as `-1 - i`.
       widths: how many operands each of these stands for.
+      shared: the shared values in it.
       keep: what is described by its id.
     """
 
-    __slots__ = ("_recorder", "_writes", "keep", "key", "reads", "widths")
+    __slots__ = ("_recorder", "_writes", "keep", "key", "reads", "shared", "widths")
 
-    def __init__(self, recorder: RecorderLike, cell: Cell, writes: bool):
-        self.key: list[Hashable] = [cell]
+    def __init__(self, recorder: RecorderLike, token: Hashable, writes: bool):
+        self.key: list[Hashable] = [token]
         self.reads: list[int] = []
         self.widths: list[int] = []
+        self.shared: list[int] = []
         self.keep: list[Any] = []
         self._recorder = recorder
         self._writes = writes
 
-    def add_call(self, cell: Cell, args: tuple, static: dict) -> None:
-        """Describes the closure and the arguments of a call; raises `NotDescribedError`."""
-        for c in cell.closure:
-            self._add_identity(c.cell_contents)
+    def add_call(self, args: tuple, static: dict, held: Sequence[int]) -> None:
+        """Describes the arguments of a call; raises `NotDescribedError`.
+
+        `held` has references to the operands that the function holds.
+        """
         for arg in args:
             self.add(arg)
+        self.reads += held
+        self.widths += [1] * len(held)
         for name in sorted(static):
             self.key += KEYWORD, name
             is_operand = id(static[name]) in self._recorder.known or holds_array(static[name])
@@ -167,6 +186,7 @@ class Description:
             self._add_reference(x.type, x.index)
         elif kind is Shared and x._trace is recorder:
             self.key += SHARED, x.index
+            self.shared.append(x.index)
         elif is_plain(x):
             group, value_type = input_of(recorder.registry, x)
             index = -1
@@ -180,10 +200,38 @@ class Description:
             self.key += REFERENCE, recorder.watched[id(x)].token_of(x)
         elif kind is str:
             self.key += STRING, x
-        elif isinstance(x, Tracer | jax.Array):
-            raise NotDescribedError
+        elif isinstance(x, jax.Array):
+            self._add_array_reached(x)
+        elif id(x) in recorder.registry.things_reached:
+            self._add_thing_reached(x)
         else:
             self._add_node(x)
+
+    def _add_array_reached(self, x: jax.Array) -> None:
+        """Describes a weight that the batched function reaches, which has a token from now on."""
+        recorder = self._recorder
+        if not isinstance(x, Tracer) and recorder.is_weight_reached(x):
+            recorder.symbol(x)
+        if id(x) not in recorder.known:
+            raise NotDescribedError
+        self._add_reference(*recorder.known[id(x)])
+
+    def _add_thing_reached(self, x: Any) -> None:
+        """Describes a container that stays as it is, by a token where it holds weights alone."""
+        within = Description(self._recorder, None, self._writes)
+        within._add_node(x)
+        if within.reads or within.key[1] == IDENTITY:
+            self.key += within.key[1:]
+            self.reads += within.reads
+            self.widths += within.widths
+            self.shared += within.shared
+            self.keep += within.keep
+            return
+        registry = self._recorder.registry
+        token = registry.token("reached", tuple(within.key))
+        registry.shared_in[token] = tuple(within.shared)
+        self._recorder.note_container(x, token)
+        self._add_reference(token, None)
 
     def _add_node(self, x: Any) -> None:
         """Describes a container, or what is static."""
@@ -208,9 +256,12 @@ class Description:
 
     def _add_reference(self, token: Hashable, index: int | None) -> None:
         self.key += REFERENCE, token
-        if index is not None:
+        registry = self._recorder.registry
+        if index is None:
+            self.shared += registry.shared_in.get(token, ())
+        else:
             self.reads.append(index)
-            self.widths.append(self._recorder.registry.width(token))
+            self.widths.append(registry.width(token))
 
     def _add_static(self, x: Any) -> None:
         """Describes the value of a keyword argument that is part of the type."""
@@ -241,22 +292,86 @@ def describe_call(
 
     The inputs among the arguments are written down, if it `writes`.
     """
-    described = Description(recorder, cell, writes)
     try:
-        described.add_call(cell, args, static)
+        _, token, held = recorder.described_cell(cell)
+        if token is None:
+            return None
+        described = Description(recorder, token, writes)
+        described.add_call(args, static, held)
     except (KeyError, NotDescribedError, OverflowError, RecursionError, TypeError, ValueError):
         return None  # the slow path says what is wrong, if something is
     described.key = tuple(described.key)  # type: ignore[assignment]
     return described
 
 
-def is_described_by_its_closure(cell: Cell, things_reached: Container[int]) -> bool:
-    """Returns whether a cell's function is what it closes over, by identity, and its code."""
-    if reachable_cells(cell.fn) != cell.closure:
-        return False
-    if any(isinstance(x, Tracer | np.ndarray) for x in held_values(cell.fn)):
-        return False
-    return not holds_what_may_change(cell.fn, things_reached)
+# What a function closes over, its token, or None, and references to operands that it holds.
+DescribedCell = tuple[tuple[Any, ...], str | None, tuple[int, ...]]
+
+
+def describe_cell(recorder: RecorderLike, cell: Cell, contents: tuple[Any, ...]) -> DescribedCell:
+    """Returns the description of a cell's function, which closes over `contents`.
+
+    There is no token for what may change without a trace: functions that hold arrays of NumPy, or
+    containers and objects but for those that stay as they are. A function that holds numbers is
+    described by which cell it is of, since numbers that differ from cell to cell are operands.
+    """
+    fn = cell.fn
+    if reachable_cells(fn) != cell.closure or holds_what_may_change(fn, Staying(recorder)):
+        return contents, None, ()
+    values = held_values(fn)
+    if any(isinstance(x, np.ndarray) for x in values):
+        return contents, None, ()
+    captured = {k: x for k, x in enumerate(values) if isinstance(x, Tracer)}
+    identity = identity_without(recorder, fn, captured)
+    symbols = list(map(recorder.symbol, captured.values()))
+    held = [x for x in symbols if isinstance(x, Value)]
+    slots = [("value", x.type) if isinstance(x, Value) else ("shared", x.index) for x in symbols]
+    holds_numbers = any(isinstance(x, NUMBER_TYPES) and type(x) is not bool for x in values)
+    made = cell if holds_numbers else None
+    token = recorder.registry.token("cell", identity, made, *slots)
+    return contents, token, tuple([x.index for x in held])
+
+
+class Staying(Container[int]):
+    """The ids of containers that hold the same things for good while something is recorded."""
+
+    def __init__(self, recorder: RecorderLike):
+        self._containers, self._things = recorder.containers, recorder.registry.things_reached
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._containers or key in self._things
+
+
+class Named(Mapping[int, Hashable]):
+    """What containers of shared values, and arrays that the function reaches, are known by.
+
+    Of containers that is their token, beside the shared values in them.
+    """
+
+    def __init__(self, recorder: RecorderLike):
+        self._containers, self._registry = recorder.containers, recorder.registry
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._containers or key in self._registry.reached
+
+    def __getitem__(self, key: int) -> Hashable:
+        if key not in self._containers:
+            return self._registry.reached[key]
+        token = self._containers[key][0]
+        return ("shared", *self._registry.shared_in.get(token, ()), token)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._containers.keys() | self._registry.reached.keys())
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
+def identity_without(recorder: RecorderLike, fn: Any, places: Collection[int]) -> Hashable:
+    """What a function is known by but for its operands, by position among `held_values`."""
+    without = with_held_values(fn, dict.fromkeys(places, OPERAND), Staying(recorder))
+    identity = function_identity(without, Named(recorder))
+    return (identity, held_functions(fn)) if places else identity
 
 
 def is_plain(x: object) -> bool:

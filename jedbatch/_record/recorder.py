@@ -27,6 +27,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 `jax.core.Trace` as in JAX's autodidax.
 """
 
+import operator
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -51,12 +52,13 @@ from jedbatch._record.custom_rules import (
 )
 from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import (
+    DescribedCell,
     Description,
     Watched,
     describe_call,
+    describe_cell,
     fast_path,
     in_order,
-    is_described_by_its_closure,
     lists_of_ints,
     nothing_to_forget,
     refuse_call,
@@ -97,6 +99,8 @@ class Recorder(Trace):
       input_group, input_value: how every input is read, and its value or position.
       tracers: tracers of outer transformations that the function closes over.
       caching: whether the current instance's graph is good for later calls too.
+      containers: (token, None) by the id of containers of shared values, as in `known`.
+      cells: descriptions of the functions of cells.
       computed: arrays that were computed from numbers and constants, by id.
       leaves: (number, path) of the instance's arrays and their parts, by reference.
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
@@ -137,7 +141,10 @@ class Recorder(Trace):
         self._instance: Any = None
         self.known: dict[int, tuple[Any, int | None]] = {}
         self.kept: list[Any] = []  # keeps what `known` knows by id alive
-        self._containers: dict[int, tuple[Hashable, None]] = {}
+        self.containers: dict[int, tuple[Hashable, None]] = {}
+        self._kept_containers: list[Any] = []
+        self.cells: dict[Cell, DescribedCell] = {}
+        self._cells_of_instance: list[Cell] = []
         self._shared: Any = None
         self.leaves: dict[int, tuple[int, Leaf]] = {}
         self.computed: dict[int, Any] = {}
@@ -166,7 +173,7 @@ class Recorder(Trace):
         """The shared arguments with symbols for leaves."""
         leaves = [Shared(self, i) for i in range(self.registry.num_leaves)]
         self._shared = jax.tree.unflatten(self.registry.structure, leaves)
-        self._containers = tokens_of_containers(self.registry, self._shared)
+        self.containers = tokens_of_containers(self.registry, self._shared)
         return self._shared
 
     def begin(self, instance: PyTree, arrays: Sequence[Array], types: Any = None) -> PyTree:
@@ -177,7 +184,9 @@ class Recorder(Trace):
         self._next_instance()
         for memory in (self.known, self.kept, self.leaves):
             memory.clear()
-        self.known.update(self._containers)
+        self.known.update(self.containers)
+        while self._cells_of_instance:
+            self.cells.pop(self._cells_of_instance.pop(), None)
         self.caching = True
         self.registry.shared_operands.num_instances += 1
         self.turn_to(instance)
@@ -208,7 +217,9 @@ class Recorder(Trace):
         if self.result is Value and type(self.registry) is not weakref.ProxyType:
             # The collector may not follow symbols that users keep; these keep this recorder.
             self.registry = weakref.proxy(self.registry)
-        for memory in (self.known, self._containers, self.kept, self.computed, self.leaves):
+        for memory in (self.known, self.containers, self.kept, self.computed, self.leaves):
+            memory.clear()
+        for memory in (self.cells, self._cells_of_instance, self._kept_containers):
             memory.clear()
 
     @property
@@ -275,7 +286,7 @@ class Recorder(Trace):
             if way is None:
                 return Shared(self, self.registry.closed_over(x))
             shared = Shared(self, self.registry.outer(way, jax.typeof(x)))
-            self.known[id(x)] = self._containers[id(x)] = shared_token(self.registry, way, shared)
+            self.known[id(x)] = self.containers[id(x)] = shared_token(self.registry, way, shared)
             return shared
         self.trust(x)
         return self.input(x)
@@ -361,9 +372,25 @@ class Recorder(Trace):
 
     def description(self, cell: Cell, args: tuple, static: dict) -> Description | None:
         """The description of a call; None if it needs a closer look every time."""
-        if not is_described_by_its_closure(cell, self.registry.things_reached):
-            return None
         return describe_call(self, cell, args, static, writes=False)
+
+    def described_cell(self, cell: Cell) -> DescribedCell:
+        """Returns the description of a cell's function, made anew if it closes over other things.
+
+        Raises `ValueError` if a name that it closes over is not assigned yet.
+        """
+        contents = tuple([c.cell_contents for c in cell.closure])
+        known = self.cells.get(cell)
+        if known is None or any(map(operator.is_not, known[0], contents)):
+            known = self.cells[cell] = describe_cell(self, cell, contents)
+            if known[2]:
+                self._cells_of_instance.append(cell)
+        return known
+
+    def note_container(self, x: Any, token: Hashable) -> None:
+        """Notes the token of a container that stays as it is while something is recorded."""
+        self.known[id(x)] = self.containers[id(x)] = token, None
+        self._kept_containers.append(x)
 
     def slow_path(self, cell: Cell, args: tuple, static: dict) -> PyTree:
         """Records a call of a cell: any pytrees of anything."""

@@ -69,6 +69,7 @@ class Registry:
       numbers, arrays: (input group, value type) by kind of number, and by shape and dtype of an
         array.
       nodes: tokens of containers, by their class and what they carry besides their parts.
+      shared_in: the shared values in containers, by their tokens.
       constants: results of operations on concrete values.
       variants: how many variants of operations were met.
       lifting: which numbers that operations hold are operands.
@@ -102,6 +103,7 @@ class Registry:
         self.numbers: dict[type, tuple[int, int]] = {}
         self.arrays: dict[tuple, tuple[int, int]] = {}
         self.nodes: dict[Hashable, str] = {}
+        self.shared_in: dict[Hashable, tuple[int, ...]] = {}
         self._kept: list[Any] = []
         self.constants = memory_of_constants()
         self._ids: dict[Hashable, Any] = {}

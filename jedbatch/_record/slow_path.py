@@ -26,9 +26,8 @@ from jedbatch._record.asking import Asked, noting_whether_it_asks
 from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_options
 from jedbatch._record.closures import function_identity
 from jedbatch._record.failures import note_call
+from jedbatch._record.fast_path import identity_without
 from jedbatch._record.held import (
-    OPERAND,
-    held_functions,
     held_values,
     holds_traced,
     objects_by_identity,
@@ -179,11 +178,7 @@ def _prepared(
     leaves = [as_number(leaf) for leaf in leaves]
     if _is_foreign(recorder, leaves):
         return None
-    known = recorder.registry.things_reached
-    without = with_held_values(fn, dict.fromkeys(places, OPERAND), known)
-    identity = function_identity(without, recorder.registry.reached)
-    if captured:
-        identity = identity, held_functions(fn)
+    identity = identity_without(recorder, fn, places)
     if recorder.grouping is None:
         _make_values(recorder, (identity, options, tree_key(tree)), leaves, tree)
     slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)

@@ -46,6 +46,8 @@ class RecorderLike(Protocol):
     leaves: dict[int, tuple[int, Leaf]]
     known: dict[int, tuple[Any, int | None]]
     kept: list[Any]
+    containers: dict[int, tuple[Hashable, None]]
+    cells: dict[Any, Any]
 
     @property
     def result(self) -> type["Value"]: ...
@@ -87,6 +89,10 @@ class RecorderLike(Protocol):
     ) -> tuple[CallSpec, list] | None: ...
 
     def description(self, cell: Any, args: tuple, static: dict) -> Any: ...
+
+    def described_cell(self, cell: Any) -> tuple[tuple, str | None, tuple[int, ...]]: ...
+
+    def note_container(self, x: Any, token: Hashable) -> None: ...
 
     def record(self, call_spec: CallSpec) -> PyTree: ...
 

@@ -29,7 +29,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *recorder, *result, *shared, *cell, *known, *computed, *kept, *numbers, *arrays;
-    PyObject *nodes, *ndarray, *watched, *calls;
+    PyObject *nodes, *ndarray, *watched, *calls, *cells;
     PyObject *call_specs, *references, *input_group, *counter; /* Ints; how many results there are */
     PyObject *input_value, *flatten, *python; /* `flatten` a pytree by one level */
     PyObject *contents; /* the descriptor of `cell_contents` */
@@ -135,15 +135,15 @@ push_reference(Call *call, PyObject *index)
     return push_word(&call->reads, (uintptr_t)reference);
 }
 
-/* The key that Python has for a call of a cell; NULL with an error. */
+/* The key that Python has for a call; NULL with an error. */
 static PyObject *
-key_of(PyObject *cell, const Words *words)
+key_of(const Words *words)
 {
     PyObject *key = PyTuple_New(words->count);
     if (key == NULL)
         return NULL;
-    PyTuple_SetItem(key, 0, Py_NewRef(cell));
-    for (Py_ssize_t i = 1; key != NULL && i < words->count; i += 2) { /* the first is the cell */
+    PyTuple_SetItem(key, 0, Py_NewRef((PyObject *)words->words[0])); /* the function's token */
+    for (Py_ssize_t i = 1; key != NULL && i < words->count; i += 2) {
         uintptr_t kind = words->words[i], word = words->words[i + 1];
         int is_object = kind == TOKEN || kind == STRING || kind == KEYWORD;
         PyObject *first = PyLong_FromLong(kind == TOKEN ? REFERENCE : (long)kind);
@@ -542,21 +542,32 @@ contents_of(FastPath *self, PyObject *cell)
     return x;
 }
 
-/* Looks at what a function closes over, which is described by ids alone. */
+/* Looks at the function of a cell, which is known by a token as long as it closes over the same
+ * things; *held, a new reference, has references to operands that it holds. */
 static int
-look_at_closure(FastPath *self, Call *call, PyObject *cell)
+look_at_cell(FastPath *self, Call *call, PyObject *cell, PyObject **held)
 {
-    PyObject *closure = *slot(cell, self->closure_at);
+    PyObject *known = PyDict_GetItemWithError(self->cells, cell), *closure, *contents, *token;
+    if (known == NULL || !PyTuple_Check(known) || PyTuple_Size(known) != 3)
+        return -1;
+    Py_INCREF(known);
+    contents = PyTuple_GetItem(known, 0);
+    token = PyTuple_GetItem(known, 1);
+    closure = *slot(cell, self->closure_at);
     closure = closure == NULL ? PyObject_GetAttr(cell, name_closure) : Py_NewRef(closure);
     Py_ssize_t length = closure == NULL ? -1 : PyTuple_Size(closure);
-    int found = length < 0 ? -1 : 1;
+    int found = length != PyTuple_Size(contents) || token == Py_None ? -1 : 1;
     for (Py_ssize_t i = 0; found == 1 && i < length; i++) {
         PyObject *x = contents_of(self, PyTuple_GetItem(closure, i));
-        if (x == NULL || describe(call, IDENTITY, (uintptr_t)x) < 0)
-            found = -1;
+        found = x != NULL && x == PyTuple_GetItem(contents, i) ? 1 : -1;
         Py_XDECREF(x);
     }
+    if (found == 1)
+        found = push_taken(&call->held, Py_NewRef(token)) < 0 ||
+                push_word(&call->words, (uintptr_t)token) < 0 ? -1 : 1;
+    *held = Py_NewRef(PyTuple_GetItem(known, 2));
     Py_XDECREF(closure);
+    Py_DECREF(known);
     return found;
 }
 
@@ -588,7 +599,7 @@ find_nested(PyObject *tree, Py_ssize_t *next)
 
 /* The way of a call that leads to a call spec, in terms of C; NULL with an error. */
 static Way *
-make_way(const Call *call, PyObject *cell, PyObject *call_spec)
+make_way(const Call *call, PyObject *call_spec)
 {
     Way *way = new_way(&call->words);
     if (way == NULL)
@@ -597,7 +608,7 @@ make_way(const Call *call, PyObject *cell, PyObject *call_spec)
     PyObject *id = PyObject_GetAttr(call_spec, name_id);
     way->id = id == NULL ? -1 : PyLong_AsLongLong(id);
     Py_XDECREF(id);
-    way->held = PyTuple_New(1 + call->held.count);
+    way->held = PyTuple_New(call->held.count);
     way->call_spec = Py_NewRef(call_spec);
     way->kinds = PyObject_GetAttr(call_spec, name_results);
     way->unit = PyObject_GetAttr(call_spec, name_unit);
@@ -622,9 +633,8 @@ make_way(const Call *call, PyObject *cell, PyObject *call_spec)
         free_way(way);
         return NULL;
     }
-    PyTuple_SetItem(way->held, 0, Py_NewRef(cell));
     for (Py_ssize_t i = 0; i < call->held.count; i++)
-        PyTuple_SetItem(way->held, 1 + i, Py_NewRef((PyObject *)call->held.words[i]));
+        PyTuple_SetItem(way->held, i, Py_NewRef((PyObject *)call->held.words[i]));
     return way;
 }
 
@@ -633,22 +643,24 @@ static Way *
 find(FastPath *self, Call *call, PyObject *cell, PyObject *const *args, Py_ssize_t length,
      PyObject *const *names, PyObject *const *values, Py_ssize_t num_options)
 {
-    int found = push_word(&call->words, (uintptr_t)cell) < 0 ? -1 : 1;
-    if (found == 1)
-        found = look_at_closure(self, call, cell);
+    PyObject *held = NULL;
+    int found = look_at_cell(self, call, cell, &held);
     for (Py_ssize_t i = 0; found == 1 && i < length; i++)
         found = look_at(self, call, args[i], 0);
+    for (Py_ssize_t i = 0; found == 1 && i < PyTuple_Size(held); i++)
+        found = push_reference(call, PyTuple_GetItem(held, i)) < 0 ? -1 : 1;
+    Py_XDECREF(held);
     if (found == 1 && num_options > 0)
         found = look_at_options(self, call, names, values, num_options);
     Way *way = found == 1 ? find_way(&self->ways, &call->words) : NULL;
     if (found != 1 || way != NULL)
         return way;
-    PyObject *key = key_of(cell, &call->words);
+    PyObject *key = key_of(&call->words);
     PyObject *call_spec = key == NULL ? NULL : PyDict_GetItemWithError(self->calls, key);
     Py_XINCREF(call_spec);
     Py_XDECREF(key);
     if (call_spec != NULL)
-        way = make_way(call, cell, call_spec);
+        way = make_way(call, call_spec);
     if (way != NULL && add_way(&self->ways, way) < 0) {
         free_way(way);
         way = NULL;
@@ -998,7 +1010,7 @@ next_instance(PyObject *object, PyObject *nothing)
 #define EACH(visit)                                                                               \
     visit(recorder) visit(result) visit(shared) visit(cell) visit(known) visit(computed)          \
     visit(kept) visit(numbers) visit(arrays) visit(nodes) visit(ndarray) visit(watched)           \
-    visit(calls) visit(call_specs) visit(references) visit(input_group) visit(counter)            \
+    visit(calls) visit(cells) visit(call_specs) visit(references) visit(input_group) visit(counter)            \
     visit(input_value) visit(flatten) visit(python) visit(contents)               \
     visit(of_ints)
 
@@ -1065,11 +1077,12 @@ make_fast_path(PyObject *module, PyObject *args)
         return NULL;
     PyObject *object = (PyObject *)self, *methods = NULL;
     if (!PyArg_ParseTuple(
-            args, "O(O!O!O!O)O!O!O!(O!O!O!)O!O!(O!O!O!O!)O!OO", &self->recorder, &PyType_Type,
+            args, "O(O!O!O!O)O!O!O!(O!O!O!)O!(O!O!)(O!O!O!O!)O!OO", &self->recorder, &PyType_Type,
             &self->result, &PyType_Type, &self->shared, &PyType_Type, &self->cell, &self->ndarray,
             &PyDict_Type, &self->known, &PyDict_Type, &self->computed,
             &PyList_Type, &self->kept, &PyDict_Type, &self->numbers, &PyDict_Type, &self->arrays,
             &PyDict_Type, &self->nodes, &PyDict_Type, &self->watched, &PyDict_Type, &self->calls,
+            &PyDict_Type, &self->cells,
             ints_type, &self->call_specs, ints_type, &self->references, ints_type,
             &self->input_group, ints_type, &self->counter, &PyList_Type, &self->input_value,
             &self->flatten, &self->python)) {
