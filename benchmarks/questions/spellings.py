@@ -88,13 +88,17 @@ def along(tree: Any, leaf: Callable, node: Callable) -> Any:
     return leaf(tree)
 
 
-def with_states(make: Callable, parts: Callable, h: Callable, wrap: Callable = jedbatch.cell) -> Any:
+def with_states(
+    make: Callable, parts: Callable, h: Callable, wrap: Callable = jedbatch.cell
+) -> Any:
     """The model with states that `make` makes of (h, c), and `parts` takes apart."""
     leaf_cell = wrap(lambda p, w: make(*leaf(p, w)))
     node_cell = wrap(lambda p, left, right: make(*node(p, *parts(left), *parts(right))))
 
     def encode(p, t):
-        return node_cell(p, encode(p, t[0]), encode(p, t[1])) if type(t) is tuple else leaf_cell(p, t)
+        return (
+            node_cell(p, encode(p, t[0]), encode(p, t[1])) if type(t) is tuple else leaf_cell(p, t)
+        )
 
     return lambda p, t: h(encode(p, t))
 

@@ -43,7 +43,7 @@ BY_IDENTITY = (
 )
 _PLAIN = frozenset({int, str, bool, type(None)})  # written out as they are
 _CONTENTS = (int, float, complex, str, bytes)  # of which classes may be derived
-_TRUSTED = frozenset({"jax", "jaxlib", "numpy", "ml_dtypes"})  # packages whose `==` is good enough
+TRUSTED = frozenset({"jax", "jaxlib", "numpy", "ml_dtypes"})  # packages whose `==` is good enough
 _POINTER = struct.calcsize("P")
 _MADE_BY_CLASS = 1 << 9  # a flag of classes
 
@@ -88,7 +88,7 @@ def typed(value: object, above: tuple[int, ...] = ()) -> Hashable:
     if isinstance(value, jax.tree_util.PyTreeDef):
         return tree_key(value)
     hash(value)
-    if kind.__module__.partition(".")[0] in _TRUSTED:
+    if kind.__module__.partition(".")[0] in TRUSTED:
         return kind, value
     if is_frozen(value) or (kind.__eq__ is not object.__eq__ and is_all_python(kind)):
         return kind, *attributes(value, above)

@@ -27,18 +27,20 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._graph.prune import cut_apart, without_unread
+from jedbatch._jaxpr.identity import tree_key
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.storage import is_key, stored_kind
 from jedbatch._lazy.futures import Awaited, Future, Outcome, Returned, SharedFuture
 from jedbatch._record.cell import Cell, pause, recording
-from jedbatch._record.fast_path import Description, Watched
+from jedbatch._record.fast_path import Description
 from jedbatch._record.instance_arrays import array_type, is_array
 from jedbatch._record.operators import StaticSlice
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
 from jedbatch._record.symbols import Shared, Symbol, Value
 from jedbatch._record.trace import finish
+from jedbatch._record.watched import watch
 from jedbatch._session.round import Round
 from jedbatch._support.types import Leaf
 from jedbatch.errors import RecompilationWarning, SymbolicValueError
@@ -224,8 +226,10 @@ class LazyRecorder(Recorder):
         tokens = [self.known.get(id(leaf), (None, 0)) for leaf in leaves]
         if not leaves or not all(index is None for _, index in tokens):
             return
-        token = self.registry.token("weights", structure, *(name for name, _ in tokens))
-        self.watched[id(x)] = Watched(x, leaves, structure, token)
+        token = self.registry.token("weights", tree_key(structure), *(name for name, _ in tokens))
+        watched = watch(x, token)
+        if watched is not None:
+            self.watched[id(x)] = watched
 
     def process_primitive(self, primitive, tracers, params, /):
         """Also turns where a weight is sliced into a number: rows of a table are one type."""

@@ -15,7 +15,6 @@ soon as a call takes the slow path. Tuples of symbols that cells returned for on
 nobody has when it is done, serve the next one.
 """
 
-import operator
 import struct
 from collections.abc import (
     Callable,
@@ -31,9 +30,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import PyTreeDef
 
-from jedbatch._jaxpr.identity import tree_key
 from jedbatch._record.cell import Cell, holds_array
 from jedbatch._record.closures import function_identity, reachable_cells
 from jedbatch._record.held import (
@@ -47,6 +44,7 @@ from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import is_constant, may_change
 from jedbatch._record.registry import NUMBER_TYPES, Registry
 from jedbatch._record.symbols import RecorderLike, Shared, Value
+from jedbatch._record.watched import watch
 from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import EscapedValueError
@@ -196,16 +194,18 @@ class Description:
         elif id(x) in recorder.computed:  # an input of the instance
             symbol = recorder.symbol(x)
             self._add_reference(symbol.type, symbol.index)
-        elif id(x) in recorder.watched:
-            self.key += REFERENCE, recorder.watched[id(x)].token_of(x)
+        elif id(x) in recorder.watched and recorder.watched[id(x)].is_same():
+            self._add_reference(recorder.watched[id(x)].token, None)
         elif kind is str:
             self.key += STRING, x
         elif isinstance(x, jax.Array):
             self._add_array_reached(x)
         elif id(x) in recorder.registry.things_reached:
-            self._add_thing_reached(x)
-        else:
+            self._add_whole(x, recorder.note_container)
+        elif kind in (tuple, list, dict):
             self._add_node(x)
+        else:
+            self._add_whole(x, self._watch)
 
     def _add_array_reached(self, x: jax.Array) -> None:
         """Describes a weight that the batched function reaches, which has a token from now on."""
@@ -216,11 +216,11 @@ class Description:
             raise NotDescribedError
         self._add_reference(*recorder.known[id(x)])
 
-    def _add_thing_reached(self, x: Any) -> None:
-        """Describes a container that stays as it is, by a token where it holds weights alone."""
+    def _add_whole(self, x: Any, note: Callable[[Any, str], None]) -> None:
+        """Describes a container; one that holds weights alone by a token, which `note` is told."""
         within = Description(self._recorder, None, self._writes)
         within._add_node(x)
-        if within.reads or within.key[1] == IDENTITY:
+        if within.reads or not within.shared:
             self.key += within.key[1:]
             self.reads += within.reads
             self.widths += within.widths
@@ -228,10 +228,16 @@ class Description:
             self.keep += within.keep
             return
         registry = self._recorder.registry
-        token = registry.token("reached", tuple(within.key))
+        token = registry.token("container", tuple(within.key))
         registry.shared_in[token] = tuple(within.shared)
-        self._recorder.note_container(x, token)
+        note(x, token)
         self._add_reference(token, None)
+
+    def _watch(self, x: Any, token: str) -> None:
+        """Notes the token of a container, as long as it holds what it does now, if that is seen."""
+        watched = watch(x, token)
+        if watched is not None:
+            self._recorder.watched[id(x)] = watched
 
     def _add_node(self, x: Any) -> None:
         """Describes a container, or what is static."""
@@ -322,7 +328,10 @@ def describe_cell(recorder: RecorderLike, cell: Cell, contents: tuple[Any, ...])
     if any(isinstance(x, np.ndarray) for x in values):
         return contents, None, ()
     captured = {k: x for k, x in enumerate(values) if isinstance(x, Tracer)}
-    identity = identity_without(recorder, fn, captured)
+    if captured:
+        identity = identity_without(recorder, fn, captured)
+    else:  # nothing is to be written out
+        identity = function_identity(fn, Named(recorder))
     symbols = list(map(recorder.symbol, captured.values()))
     held = [x for x in symbols if isinstance(x, Value)]
     slots = [("value", x.type) if isinstance(x, Value) else ("shared", x.index) for x in symbols]
@@ -389,29 +398,3 @@ def input_of(registry: Registry, x: Leaf) -> tuple[int, int]:
         value_type = registry.value_type(*array_type(x))
         found = inputs[key] = registry.group("value", value_type), value_type
     return found
-
-
-class Watched:
-    """A container that may change: what it held when it was described, and the description."""
-
-    __slots__ = ("container", "keys", "leaves", "structure", "token")
-
-    def __init__(self, container: object, leaves: list, structure: PyTreeDef, token: Hashable):
-        self.container = container
-        self.leaves = leaves
-        self.structure = tree_key(structure)
-        self.token = token
-        self.keys = None
-        if type(container) is dict and {*map(id, container.values())} == {*map(id, leaves)}:
-            self.keys, self.leaves = tuple(container), list(container.values())
-
-    def token_of(self, x: Leaf) -> Hashable:
-        """The description; raises `KeyError` if the container holds something else by now."""
-        if self.keys is not None:  # a flat dict; `tree.flatten` takes three times as long
-            if tuple(x) == self.keys and all(map(operator.is_, x.values(), self.leaves)):
-                return self.token
-            raise KeyError(self.token)
-        leaves, structure = jax.tree.flatten(x)
-        if tree_key(structure) == self.structure and all(map(operator.is_, leaves, self.leaves)):
-            return self.token
-        raise KeyError(self.token)

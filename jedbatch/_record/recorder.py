@@ -54,7 +54,6 @@ from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import (
     DescribedCell,
     Description,
-    Watched,
     describe_call,
     describe_cell,
     fast_path,
@@ -82,6 +81,7 @@ from jedbatch._record.shared_operands import VALUE
 from jedbatch._record.slow_path import cell_call_spec, slow_path
 from jedbatch._record.static_numbers import STATIC, row_of_weight, with_data
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
+from jedbatch._record.watched import Watched
 from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import EscapedValueError
 
@@ -185,6 +185,7 @@ class Recorder(Trace):
         for memory in (self.known, self.kept, self.leaves):
             memory.clear()
         self.known.update(self.containers)
+        self.watched.clear()
         while self._cells_of_instance:
             self.cells.pop(self._cells_of_instance.pop(), None)
         self.caching = True
@@ -219,7 +220,7 @@ class Recorder(Trace):
             self.registry = weakref.proxy(self.registry)
         for memory in (self.known, self.containers, self.kept, self.computed, self.leaves):
             memory.clear()
-        for memory in (self.cells, self._cells_of_instance, self._kept_containers):
+        for memory in (self.cells, self._cells_of_instance, self._kept_containers, self.watched):
             memory.clear()
 
     @property

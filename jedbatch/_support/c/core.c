@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "ints.h"
+#include "watched.h"
 
 int
 get_buffers(Buffers *buffers, PyObject *tuple, int count, const int *item_sizes, void **data,
@@ -148,6 +149,7 @@ static PyMethodDef functions[] = {
     {"copy_ints", copy_ints, METH_VARARGS, NULL},
     {"fast_path", make_fast_path, METH_VARARGS, NULL},
     {"is_off", is_off, METH_NOARGS, NULL},
+    {"hold_the_same", hold_the_same_in_python, METH_O, NULL},
     {"is_plain_tree", is_plain_tree, METH_O, NULL},
     {"longest_paths", longest_paths, METH_O, NULL},
     {"longest_chains", longest_chains, METH_O, NULL},

@@ -19,6 +19,7 @@
 #include "ints.h"
 #include "memo.h"
 #include "slots.h"
+#include "watched.h"
 
 /* A tuple of results that was made for the instance at hand, borrowed from `kept`. */
 typedef struct {
@@ -410,8 +411,25 @@ look_at_node(FastPath *self, Call *call, PyObject *x, int depth)
     return found;
 }
 
-/* Looks at containers and at what is static. A container that may change is left to Python where
- * it was described before. */
+/* Looks at a container that was described before, if it holds the same; 0 if it was not. */
+static int
+look_at_watched(FastPath *self, Call *call, PyObject *x)
+{
+    PyObject *id = PyLong_FromVoidPtr(x);
+    PyObject *watched = id == NULL ? NULL : PyDict_GetItemWithError(self->watched, id);
+    Py_XINCREF(watched);
+    Py_XDECREF(id);
+    if (watched == NULL)
+        return PyErr_Occurred() ? -1 : 0;
+    int found = -1;
+    if (PyTuple_Check(watched) && PyTuple_Size(watched) == 3 &&
+        hold_the_same(PyTuple_GetItem(watched, 2)))
+        found = describe_token(call, PyTuple_GetItem(watched, 1)) < 0 ? -1 : 1;
+    Py_DECREF(watched);
+    return found;
+}
+
+/* Looks at containers and at what is static. */
 static int
 look_at_parts(FastPath *self, Call *call, PyObject *x, int depth)
 {
@@ -419,14 +437,10 @@ look_at_parts(FastPath *self, Call *call, PyObject *x, int depth)
         return describe_string(call, STRING, x) < 0 ? -1 : 1;
     if (depth > MAX_DEPTH)
         return -1;
-    if (PyDict_Size(self->watched) > 0) {
-        PyObject *id = PyLong_FromVoidPtr(x);
-        int may_change = id == NULL ? -1 : PyDict_Contains(self->watched, id);
-        Py_XDECREF(id);
-        if (may_change != 0)
-            return -1;
-    }
-    int is_tuple = PyTuple_CheckExact(x), found = 0;
+    int found = PyDict_Size(self->watched) > 0 ? look_at_watched(self, call, x) : 0;
+    if (found != 0)
+        return found;
+    int is_tuple = PyTuple_CheckExact(x);
     if (is_tuple || PyList_CheckExact(x)) {
         Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
         if (describe(call, is_tuple ? TUPLE : LIST, (uintptr_t)length) < 0)

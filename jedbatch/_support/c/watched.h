@@ -1,0 +1,11 @@
+/* Whether containers hold what they held before (see `watched.c`). */
+
+#ifndef JEDBATCH_WATCHED_H
+#define JEDBATCH_WATCHED_H
+
+#include "core.h"
+
+int hold_the_same(PyObject *holders);
+PyObject *hold_the_same_in_python(PyObject *module, PyObject *holders);
+
+#endif
