@@ -213,7 +213,7 @@ class LazyRecorder(Recorder):
         self._reader = cell.name
         return super().cell_call_spec(cell, args, static, lifted)
 
-    def description(self, cell: Cell, args: tuple, static: dict) -> Description | None:
+    def description(self, cell: Cell, args: tuple, static: dict) -> Description:
         for x in (*args, *static.values()):
             self._describe(x)
         return super().description(cell, args, static)

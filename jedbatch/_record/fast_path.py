@@ -31,6 +31,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from jedbatch import checks
 from jedbatch._record.cell import Cell, holds_array
 from jedbatch._record.closures import function_identity, reachable_cells
 from jedbatch._record.held import (
@@ -110,9 +111,10 @@ def fast_path_in_python(recorder: RecorderLike) -> Callable:
     references, counter = recorder.references, recorder.counter
 
     def call_cell(cell: Cell, args: tuple, static: dict) -> PyTree:
-        described = describe_call(recorder, cell, args, static)
-        call_spec = None if described is None else calls.get(described.key)
-        if described is None or call_spec is None:
+        try:
+            described = describe_call(recorder, cell, args, static)
+            call_spec = calls[described.key]
+        except (KeyError, NotDescribedError):
             return recorder.slow_path(cell, args, static)
         references.extend(described.reads)
         call_specs.append(call_spec.id)
@@ -124,7 +126,7 @@ def fast_path_in_python(recorder: RecorderLike) -> Callable:
 
 
 class NotDescribedError(Exception):
-    """Something among the arguments of a call has no description."""
+    """A call has no description; the message says why, after the name of its cell."""
 
 
 class Description:
@@ -213,7 +215,10 @@ class Description:
         if not isinstance(x, Tracer) and recorder.is_weight_reached(x):
             recorder.symbol(x)
         if id(x) not in recorder.known:
-            raise NotDescribedError
+            raise NotDescribedError(
+                f"gets {checks.shown(x)}, an array that is neither part of the instance nor a "
+                "weight; pass it to the batched function"
+            )
         self._add_reference(*recorder.known[id(x)])
 
     def _add_whole(self, x: Any, note: Callable[[Any, str], None]) -> None:
@@ -273,7 +278,10 @@ class Description:
         """Describes the value of a keyword argument that is part of the type."""
         kind: Any = type(x)
         if not is_constant(x) and kind.__eq__ is not object.__eq__:
-            raise NotDescribedError  # what it is compared by may change
+            raise NotDescribedError(
+                f"gets the keyword argument {checks.shown(x)}, and what that is compared by may "
+                "change; pass a number, a string or an object of a frozen dataclass"
+            )
         if kind is str:
             self.key += STRING, x
         elif kind is float:
@@ -285,48 +293,53 @@ class Description:
 
     def _add_identity(self, x: Any) -> None:
         """Describes something as the object that it is."""
-        if isinstance(x, Tracer | jax.Array) or may_change(x):
-            raise NotDescribedError
+        if isinstance(x, jax.Array) or may_change(x):
+            raise NotDescribedError(f"gets {checks.shown(x)}, which may change")
         self.keep.append(x)
         self.key += IDENTITY, id(x)
 
 
 def describe_call(
     recorder: RecorderLike, cell: Cell, args: tuple, static: dict, writes: bool = True
-) -> Description | None:
-    """Returns the description of a call; None if it needs a closer look every time.
+) -> Description:
+    """Returns the description of a call.
 
-    The inputs among the arguments are written down, if it `writes`.
+    The inputs among the arguments are written down, if it `writes`. Raises `NotDescribedError` if
+    the call needs a closer look every time.
     """
     try:
         _, token, held = recorder.described_cell(cell)
-        if token is None:
-            return None
         described = Description(recorder, token, writes)
         described.add_call(args, static, held)
-    except (KeyError, NotDescribedError, OverflowError, RecursionError, TypeError, ValueError):
-        return None  # the slow path says what is wrong, if something is
+    except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
+        raise NotDescribedError(f"gets an argument that is refused: {error}") from error
     described.key = tuple(described.key)  # type: ignore[assignment]
     return described
 
 
-# What a function closes over, its token, or None, and references to operands that it holds.
-DescribedCell = tuple[tuple[Any, ...], str | None, tuple[int, ...]]
+# What a function closes over, its token, and references to operands that it holds.
+DescribedCell = tuple[tuple[Any, ...], str, tuple[int, ...]]
 
 
 def describe_cell(recorder: RecorderLike, cell: Cell, contents: tuple[Any, ...]) -> DescribedCell:
     """Returns the description of a cell's function, which closes over `contents`.
 
-    There is no token for what may change without a trace: functions that hold arrays of NumPy, or
-    containers and objects but for those that stay as they are. A function that holds numbers is
-    described by which cell it is of, since numbers that differ from cell to cell are operands.
+    A function that holds numbers is described by which cell it is of, since numbers that differ
+    from cell to cell are operands. Raises `NotDescribedError` for what may change without a trace:
+    functions that hold arrays of NumPy, or containers and objects but for those that stay as they
+    are.
     """
     fn = cell.fn
-    if reachable_cells(fn) != cell.closure or holds_what_may_change(fn, Staying(recorder)):
-        return contents, None, ()
+    if reachable_cells(fn) != cell.closure:
+        raise NotDescribedError("closes over functions that have become others")
+    if holds_what_may_change(fn, Staying(recorder)):
+        raise NotDescribedError(
+            "closes over a list, a dict or an object that was made while an instance was recorded "
+            "and may change; pass what it reads as an argument"
+        )
     values = held_values(fn)
     if any(isinstance(x, np.ndarray) for x in values):
-        return contents, None, ()
+        raise NotDescribedError("closes over an array of NumPy; pass it as an argument")
     captured = {k: x for k, x in enumerate(values) if isinstance(x, Tracer)}
     if captured:
         identity = identity_without(recorder, fn, captured)

@@ -54,6 +54,7 @@ from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import (
     DescribedCell,
     Description,
+    NotDescribedError,
     describe_call,
     describe_cell,
     fast_path,
@@ -371,16 +372,19 @@ class Recorder(Trace):
         self.num_values = index + len(call_spec.results)
         return self.results(call_spec, index)
 
-    def description(self, cell: Cell, args: tuple, static: dict) -> Description | None:
-        """The description of a call; None if it needs a closer look every time."""
+    def description(self, cell: Cell, args: tuple, static: dict) -> Description:
+        """The description of a call; raises `NotDescribedError` if it has none."""
         return describe_call(self, cell, args, static, writes=False)
 
     def described_cell(self, cell: Cell) -> DescribedCell:
         """Returns the description of a cell's function, made anew if it closes over other things.
 
-        Raises `ValueError` if a name that it closes over is not assigned yet.
+        Raises `NotDescribedError` if it has none.
         """
-        contents = tuple([c.cell_contents for c in cell.closure])
+        try:
+            contents = tuple([c.cell_contents for c in cell.closure])
+        except ValueError:
+            raise NotDescribedError("closes over a name that is not assigned yet") from None
         known = self.cells.get(cell)
         if known is None or any(map(operator.is_not, known[0], contents)):
             known = self.cells[cell] = describe_cell(self, cell, contents)

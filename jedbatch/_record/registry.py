@@ -5,6 +5,7 @@ function. It turns "the same operation on the same types" into small integers: v
 types, shared values, groups of inputs. An operation is traced by JAX once, when its type is new.
 """
 
+import collections
 import functools
 import gc
 import itertools
@@ -70,6 +71,7 @@ class Registry:
         array.
       nodes: tokens of containers, by their class and what they carry besides their parts.
       shared_in: the shared values in containers, by their tokens.
+      slow_calls: how many calls of a cell took the slow path, and why, of those recorded last.
       constants: results of operations on concrete values.
       variants: how many variants of operations were met.
       lifting: which numbers that operations hold are operands.
@@ -104,6 +106,7 @@ class Registry:
         self.arrays: dict[tuple, tuple[int, int]] = {}
         self.nodes: dict[Hashable, str] = {}
         self.shared_in: dict[Hashable, tuple[int, ...]] = {}
+        self.slow_calls: collections.Counter[tuple[str, str]] = collections.Counter()
         self._kept: list[Any] = []
         self.constants = memory_of_constants()
         self._ids: dict[Hashable, Any] = {}

@@ -26,7 +26,7 @@ from jedbatch._record.asking import Asked, noting_whether_it_asks
 from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_options
 from jedbatch._record.closures import function_identity
 from jedbatch._record.failures import note_call
-from jedbatch._record.fast_path import identity_without
+from jedbatch._record.fast_path import NotDescribedError, identity_without
 from jedbatch._record.held import (
     held_values,
     holds_traced,
@@ -70,10 +70,16 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
     if recorded is None:  # inside another transformation: not ours to record
         return cell.fn(*args, **static)
     call_spec, references = recorded
-    is_short = not lifted and len(recorder.call_specs) == num_nodes
-    described = recorder.description(cell, args, static) if is_short else None
-    if described is not None and recorder.registry.hidden.is_same_again(call_spec):
-        recorder.registry.remember(described, call_spec)
+    try:
+        if lifted:
+            raise NotDescribedError("holds numbers that differ from call to call")
+        if len(recorder.call_specs) > num_nodes:
+            raise NotDescribedError("gets weights in some calls where it gets values in others")
+        if not registry.hidden.is_same_again(call_spec):
+            raise NotDescribedError("reads weights that no argument shows; pass them")
+        registry.remember(recorder.description(cell, args, static), call_spec)
+    except NotDescribedError as error:
+        registry.slow_calls[cell.name, str(error)] += 1
     recorder.references += references
     return recorder.record(call_spec)
 
