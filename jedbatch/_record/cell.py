@@ -54,20 +54,23 @@ class Cell:
       name: shown in plans.
       closure: the cells of its closure and of the closures of functions in there, whose contents
         may change from call to call.
+      is_inner: whether it was made while something was recorded.
     """
 
-    __slots__ = ("closure", "fn", "name")
+    __slots__ = ("closure", "fn", "is_inner", "name")
 
     def __init__(self, fn: Callable, name: str):
         self.fn = fn
         self.name = name
         self.closure = reachable_cells(fn)
+        self.is_inner = recording.recorder is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return object.__new__, (Cell,), (self.fn, self.name)
 
     def __setstate__(self, state: tuple[Callable, str]) -> None:
         self.fn, self.name = state
+        self.is_inner = False
 
     def __getattr__(self, name: str) -> Any:
         if name != "closure":

@@ -135,7 +135,7 @@ def _holders(fn: object, opens: bool = True) -> Parts:
 
 def _is_held(x: Any, holder: Any) -> bool:
     """Returns whether a part counts: not what all instances share, in containers."""
-    return getattr(x, "shared_index", None) is None or _parts_of_function(holder) is not None
+    return not hasattr(type(x), "shared_index") or _parts_of_function(holder) is not None
 
 
 def held_values(fn: object) -> tuple[Any, ...]:

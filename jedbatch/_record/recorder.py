@@ -188,7 +188,9 @@ class Recorder(Trace):
         self.known.update(self.containers)
         self.watched.clear()
         while self._cells_of_instance:
-            self.cells.pop(self._cells_of_instance.pop(), None)
+            cell = self._cells_of_instance.pop()
+            self.cells.pop(cell, None)
+            self.registry.cells.pop(cell, None)
         self.caching = True
         self.registry.shared_operands.num_instances += 1
         self.turn_to(instance)
@@ -385,11 +387,13 @@ class Recorder(Trace):
             contents = tuple([c.cell_contents for c in cell.closure])
         except ValueError:
             raise NotDescribedError("closes over a name that is not assigned yet") from None
-        known = self.cells.get(cell)
+        of_cells = self.cells if cell.is_inner else self.registry.cells
+        known = of_cells.get(cell)
         if known is None or any(map(operator.is_not, known[0], contents)):
-            known = self.cells[cell] = describe_cell(self, cell, contents)
+            known = of_cells[cell] = describe_cell(self, cell, contents)
             if known[2]:
                 self._cells_of_instance.append(cell)
+        self.cells[cell] = known
         return known
 
     def note_container(self, x: Any, token: Hashable) -> None:

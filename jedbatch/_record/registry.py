@@ -53,6 +53,7 @@ from jedbatch.errors import EscapedValueError, SymbolicValueError
 MAX_CONSTANT_NUMBERS = 4
 MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
 MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
+MANY_CELLS = 1_000
 MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
 NUMBER_TYPES = (int, float, complex, np.generic)
 
@@ -67,6 +68,7 @@ class Registry:
       avals: the value types as JAX has them.
       ragged_types: those of them with ragged axes as user code gets them, by their ids.
       calls: call specs by the description of a call (see `fast_path`).
+      cells: descriptions of the functions of cells that the batched function does not make.
       numbers, arrays: (input group, value type) by kind of number, and by shape and dtype of an
         array.
       nodes: tokens of containers, by their class and what they carry besides their parts.
@@ -102,6 +104,7 @@ class Registry:
         self.groups: list[tuple] = []
         self.units: list[tuple[tuple[int, ...], Hashable]] = []
         self.calls: dict[Hashable, CallSpec] = {}
+        self.cells: dict[Any, Any] = Memory(MANY_CELLS)
         self.numbers: dict[type, tuple[int, int]] = {}
         self.arrays: dict[tuple, tuple[int, int]] = {}
         self.nodes: dict[Hashable, str] = {}
@@ -349,6 +352,7 @@ class Registry:
     def forget_calls(self) -> None:
         """Forgets the descriptions of calls."""
         self.calls.clear()
+        self.cells.clear()
         self._kept.clear()
 
     def _label(self, name: str, static: str, operands, shared) -> str:
