@@ -30,10 +30,12 @@ import jedbatch
 from benchmarks import common
 
 HIDDEN, WORDS = 128, 500
-WARM, UNSEEN = 7, 5  # minibatches
+WARM, UNSEEN = 7, 9  # minibatches
 
 
 class State(typing.NamedTuple):
+    """A state as a named tuple."""
+
     h: jax.Array
     c: jax.Array
 
@@ -41,17 +43,23 @@ class State(typing.NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Registered:
+    """A state as a dataclass that JAX knows."""
+
     h: jax.Array
     c: jax.Array
 
 
 @flax.struct.dataclass
 class Frozen:
+    """A state as a dataclass of Flax."""
+
     h: jax.Array
     c: jax.Array
 
 
 class Module(eqx.Module):
+    """A state as a module of Equinox."""
+
     h: jax.Array
     c: jax.Array
 
@@ -121,13 +129,13 @@ def list_of_children(make: Callable, parts: Callable, h: Callable) -> Any:
 
 
 def by_keyword() -> Any:
-    leaf_cell = jedbatch.cell(lambda p, *, word: leaf(p, word))
+    leaf_cell = jedbatch.cell(leaf)
     node_cell = jedbatch.cell(lambda p, *, left, right: node(p, *left, *right))
 
     def encode(p, t):
         if type(t) is tuple:
             return node_cell(p, left=encode(p, t[0]), right=encode(p, t[1]))
-        return leaf_cell(p, word=jnp.int32(t))
+        return leaf_cell(p, t)
 
     return lambda p, t: encode(p, t)[0]
 
@@ -156,13 +164,16 @@ class TreeModule(eqx.Module):
 
     @jedbatch.cell
     def leaf(self, word):
+        """The state of a word."""
         return leaf(vars(self), word)
 
     @jedbatch.cell
     def node(self, left, right):
+        """The state of a node."""
         return node(vars(self), *left, *right)
 
     def __call__(self, t):
+        """The root's h."""
         return along(t, self.leaf, self.node)[0]
 
 
@@ -174,6 +185,7 @@ class PlainModule(eqx.Module):
     b: jax.Array
 
     def __call__(self, t):
+        """The root's h."""
         p = vars(self)
         return along(t, lambda w: leaf(p, w), lambda a, b: node(p, *a, *b))[0]
 
@@ -189,13 +201,16 @@ class TreeNNX(nnx.Module):
 
     @jedbatch.cell
     def leaf(self, word):
+        """The state of a word."""
         return leaf(self._params(), word)
 
     @jedbatch.cell
     def node(self, left, right):
+        """The state of a node."""
         return node(self._params(), *left, *right)
 
     def __call__(self, t):
+        """The root's h."""
         return along(t, self.leaf, self.node)[0]
 
 
@@ -204,6 +219,7 @@ class Node(nn.Module):
 
     @nn.compact
     def __call__(self, left, right):
+        """The state of a node."""
         shape = 2 * HIDDEN, 5 * HIDDEN
         w = self.param("W", nn.initializers.zeros, shape)
         b = self.param("b", nn.initializers.zeros, shape[1:])
@@ -271,17 +287,7 @@ def main() -> None:
     for name, fn, shared in spellings(p):
         if first and arguments.only and not any(part in name for part in arguments.only):
             continue
-        batched = jedbatch.batch(fn)
-        for trees in minibatches[:WARM]:
-            batched.plan(shared, trees, gradient=False)
-        planning = []
-        for trees in minibatches[WARM:]:
-            planning.append(common.seconds(lambda t=trees: batched.plan(shared, t, gradient=False)))
-        plan = batched.plan(shared, minibatches[-1], gradient=False)
-        out = batched.apply(shared, plan)
-        runs = [common.seconds(lambda: batched.apply(shared, plan)) for _ in range(5)]
-        unseen, run = float(np.median(planning)), float(np.median(runs))
-        num_nodes = len(plan.graph.node_type)
+        unseen, run, num_nodes, out = measured(fn, shared, minibatches)
         if not first:
             first = {"out": out, "nodes": num_nodes, "unseen": unseen}
         np.testing.assert_allclose(out, first["out"], rtol=1e-4, atol=1e-5)
@@ -293,6 +299,20 @@ def main() -> None:
             f"{run * 1e3:.2f}",
             f"{unseen / run:.2f}",
         )
+
+
+def measured(fn: Callable, shared: Any, minibatches: list[list[Any]]) -> tuple[Any, ...]:
+    """(seconds to plan an unseen minibatch, to run the last one, its nodes, its results)."""
+    batched = jedbatch.batch(fn)
+    plan = functools.partial(batched.plan, shared, gradient=False)
+    for trees in minibatches[:WARM]:
+        plan(trees)
+    planning = [common.seconds(functools.partial(plan, t)) for t in minibatches[WARM:]]
+    last = plan(minibatches[-1])
+    run = functools.partial(batched.apply, shared, last)
+    out = run()
+    runs = [common.seconds(run) for _ in range(5)]
+    return float(np.median(planning)), float(np.median(runs)), len(last.graph.node_type), out
 
 
 if __name__ == "__main__":

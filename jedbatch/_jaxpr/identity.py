@@ -90,9 +90,17 @@ def typed(value: object, above: tuple[int, ...] = ()) -> Hashable:
     hash(value)
     if kind.__module__.partition(".")[0] in TRUSTED:
         return kind, value
-    if is_frozen(value) or (kind.__eq__ is not object.__eq__ and is_all_python(kind)):
+    if _is_written_out(value):
         return kind, *attributes(value, above)
     return Same(value)
+
+
+def _is_written_out(value: object) -> bool:
+    """Returns whether an object is what its attributes are: frozen, or compared in Python alone."""
+    kind: Any = type(value)
+    if is_frozen(value):
+        return True
+    return kind.__eq__ is not object.__eq__ and kind.__hash__ is not None and is_all_python(kind)
 
 
 def typed_or_same(value: object, above: tuple[int, ...] = ()) -> Hashable:
@@ -121,6 +129,10 @@ def snapshot(value: Array) -> Hashable:
         return kind, value.dtype, value.shape, value.tobytes()
     if isinstance(value, jax.tree_util.PyTreeDef):
         return tree_key(value)
+    if not isinstance(value, BY_IDENTITY) and _is_written_out(value):
+        hash(value)
+        names = attribute_names(value)
+        return kind, *[(name, snapshot(getattr(value, name))) for name in names]
     key = typed(value)
     if isinstance(key, Same) and not isinstance(value, BY_IDENTITY):
         raise TypeError(f"{value!r} of type {kind.__name__} may change")

@@ -43,7 +43,7 @@ from jedbatch._record.held import (
 )
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import is_constant, may_change
-from jedbatch._record.registry import NUMBER_TYPES, Registry
+from jedbatch._record.registry import Registry
 from jedbatch._record.symbols import RecorderLike, Shared, Value
 from jedbatch._record.watched import watch
 from jedbatch._support.native import core
@@ -51,6 +51,7 @@ from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import EscapedValueError
 
 PLAIN_NUMBERS = {bool, int, float, complex}
+HOLDS_NUMBERS = "closes over numbers that differ from call to call; pass them as arguments"
 # What a part of a description is, as in `_support/c/fast_path.c`.
 REFERENCE, STRING, LIST, TUPLE, DICT, NODE, SHARED, IDENTITY, KEYWORD, INT, BOOL, FLOAT = range(12)
 
@@ -324,10 +325,9 @@ DescribedCell = tuple[tuple[Any, ...], str, tuple[int, ...]]
 def describe_cell(recorder: RecorderLike, cell: Cell, contents: tuple[Any, ...]) -> DescribedCell:
     """Returns the description of a cell's function, which closes over `contents`.
 
-    A function that holds numbers is described by which cell it is of, since numbers that differ
-    from cell to cell are operands. Raises `NotDescribedError` for what may change without a trace:
-    functions that hold arrays of NumPy, or containers and objects but for those that stay as they
-    are.
+    Raises `NotDescribedError` for what may change without a trace: functions that hold arrays of
+    NumPy, or containers and objects but for those that stay as they are; and for functions that
+    hold numbers which differ from call to call.
     """
     fn = cell.fn
     if reachable_cells(fn) != cell.closure:
@@ -340,6 +340,8 @@ def describe_cell(recorder: RecorderLike, cell: Cell, contents: tuple[Any, ...])
     values = held_values(fn)
     if any(isinstance(x, np.ndarray) for x in values):
         raise NotDescribedError("closes over an array of NumPy; pass it as an argument")
+    if recorder.registry.numbers_held(fn, recorder.computed)[1]:
+        raise NotDescribedError(HOLDS_NUMBERS)
     captured = {k: x for k, x in enumerate(values) if isinstance(x, Tracer)}
     if captured:
         identity = identity_without(recorder, fn, captured)
@@ -348,9 +350,7 @@ def describe_cell(recorder: RecorderLike, cell: Cell, contents: tuple[Any, ...])
     symbols = list(map(recorder.symbol, captured.values()))
     held = [x for x in symbols if isinstance(x, Value)]
     slots = [("value", x.type) if isinstance(x, Value) else ("shared", x.index) for x in symbols]
-    holds_numbers = any(isinstance(x, NUMBER_TYPES) and type(x) is not bool for x in values)
-    made = cell if holds_numbers else None
-    token = recorder.registry.token("cell", identity, made, *slots)
+    token = recorder.registry.token("cell", identity, *slots)
     return contents, token, tuple([x.index for x in held])
 
 

@@ -9,7 +9,7 @@ import collections
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.extents_inside import extents_in, numbered_extent
 from jedbatch._jaxpr.identity import Same, carried_key, is_immutable, tree_key
 from jedbatch._jaxpr.interpret import cares_for_padding, one_by_one, performs
+from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.symbolic_dims import (
     RaggedType,
@@ -348,6 +349,19 @@ class Registry:
         if value.call is not None:
             return all(map(self.is_reached, value.args))
         return value.tracer in self.arrays_reached
+
+    def numbers_held(
+        self, fn: Callable, computed: Collection[int]
+    ) -> tuple[Hashable, dict[int, Number]]:
+        """Returns a function without the numbers it holds, and those that are operands.
+
+        Calls with numbers that were constants until now are described anew (see `Lifting`).
+        """
+        num_lifted = self.lifting.num_lifted
+        found = self.lifting.of_closure(fn, self.reached, self.things_reached, computed)
+        if self.lifting.num_lifted != num_lifted:
+            self.forget_calls()
+        return found
 
     def forget_calls(self) -> None:
         """Forgets the descriptions of calls."""

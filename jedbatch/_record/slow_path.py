@@ -26,7 +26,7 @@ from jedbatch._record.asking import Asked, noting_whether_it_asks
 from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_options
 from jedbatch._record.closures import function_identity
 from jedbatch._record.failures import note_call
-from jedbatch._record.fast_path import NotDescribedError, identity_without
+from jedbatch._record.fast_path import HOLDS_NUMBERS, NotDescribedError, identity_without
 from jedbatch._record.held import (
     held_values,
     holds_traced,
@@ -47,9 +47,7 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
     """Records a call of a cell: any pytrees of anything."""
     registry, num_nodes = recorder.registry, len(recorder.call_specs)
     while True:
-        skeleton, lifted = registry.lifting.of_closure(
-            cell.fn, registry.reached, registry.things_reached, recorder.computed
-        )
+        skeleton, lifted = registry.numbers_held(cell.fn, recorder.computed)
         try:
             recorded = recorder.cell_call_spec(cell, args, static, lifted)
         except Exception:
@@ -72,7 +70,7 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
     call_spec, references = recorded
     try:
         if lifted:
-            raise NotDescribedError("holds numbers that differ from call to call")
+            raise NotDescribedError(HOLDS_NUMBERS)
         if len(recorder.call_specs) > num_nodes:
             raise NotDescribedError("gets weights in some calls where it gets values in others")
         if not registry.hidden.is_same_again(call_spec):

@@ -1,8 +1,16 @@
 """The second recording of a call or an operator, against the first: nothing is compiled."""
 
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import equinox as eqx
+import flax.struct
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jedbatch
 from jedbatch._record import operators
@@ -74,7 +82,97 @@ def in_containers(p, h, x):
     return join(p, both, found["a"]) + c
 
 
+class Named(NamedTuple):
+    a: jax.Array
+    b: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Registered:
+    a: jax.Array
+    b: jax.Array
+    kind: str = dataclasses.field(default="plain", metadata={"static": True})
+
+
+@flax.struct.dataclass
+class Frozen:
+    a: jax.Array
+    b: jax.Array
+
+
+class Layer(eqx.Module):
+    a: jax.Array
+    b: jax.Array
+    is_wide: bool = eqx.field(static=True, default=True)
+
+    @jedbatch.cell
+    def apply(self, x):
+        return self.a * x + self.b
+
+
+class Linear(nnx.Module):
+    def __init__(self, b):
+        self.b = nnx.Param(b)
+
+    @jedbatch.cell
+    def apply(self, x):
+        return self.b[...] * x
+
+
+def parts(state):
+    if isinstance(state, dict):
+        return state["a"], state["b"]
+    return (state.a, state.b) if hasattr(state, "a") else tuple(state)
+
+
+def passed_on(make):
+    """A state of some class that cells return and take, also put together outside of them."""
+    first = jedbatch.cell(lambda p, x: make(x + p["b"], x * p["b"]))
+    both = jedbatch.cell(
+        lambda p, s, t: make(*(a * p["b"] + b for a, b in zip(parts(s), parts(t))))
+    )
+
+    def call(p, h, x):
+        a, b = parts(both(p, first(p, h), first(p, x)))
+        return parts(both(p, make(b, a), make(h, x)))[0]
+
+    return call
+
+
+def with_one_layer(p, h, x):
+    """A module made of shared arrays while an instance is recorded, and one that it changes."""
+    layer, linear = Layer(p["b"], p["b"]), Linear(p["b"])
+    h = layer.apply(h) + linear.apply(x)
+    linear.b[...] = linear.b[...] * 1.0
+    return linear.apply(h)
+
+
+by_keyword = jedbatch.cell(lambda p, *, state, factor, name: state[0] * factor + p[name])
+of_list = jedbatch.cell(lambda p, states: sum(a for s in states for a in parts(s)) * p["b"])
+is_of_strings = jedbatch.cell(lambda p, x, name: x * p[name])
+
+
+def captured(p, h, x):
+    scale = p["b"]
+    return jedbatch.cell(lambda x: x * scale + p["b"])(h) + jedbatch.cell(lambda: h * x)()
+
+
 CALLS = {
+    "named tuples": passed_on(Named),
+    "dicts": passed_on(lambda a, b: {"b": b, "a": a}),
+    "registered dataclasses": passed_on(Registered),
+    "frozen dataclasses": passed_on(Frozen),
+    "modules of Equinox": passed_on(Layer),
+    "a list of named tuples": lambda p, h, x: of_list(p, [Named(h, x), Named(x, h)]),
+    "dicts in tuples": lambda p, h, x: of_list(p, ({"b": h, "a": x}, {"a": h, "b": x})),
+    "modules made inside": with_one_layer,
+    "keywords": lambda p, h, x: by_keyword(p, state=(h, x), factor=0.5, name="b"),
+    "keywords in another order": lambda p, h, x: by_keyword(p, name="b", factor=-0.0, state=[h]),
+    "a string": lambda p, h, x: is_of_strings(p, h, "b"),
+    "no value": lambda p, h, x: of_list(p, [Named(h, x), (None, (), {})][:1]),
+    "a partial": lambda p, h, x: jedbatch.cell(functools.partial(combine.__wrapped__, p))(h, x),
+    "a closure": captured,
     "results in tuples": in_tuples,
     "results in containers": in_containers,
     "values": lambda p, h, x: combine(p, h, x),
