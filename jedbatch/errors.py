@@ -259,6 +259,28 @@ class NoCellsWarning(PerformanceWarning):
     """
 
 
+class SlowCallsWarning(PerformanceWarning):
+    """Calls of a cell are looked into each time, since what they get or hold may change unseen.
+
+    **Symptom.** Planning minibatches that were never met before takes longer than running them. A
+    printed plan says how many calls were recorded slowly.
+
+    **Reason.** A call is recorded at once if its arguments and what its function closes over show
+    that it is like an earlier one. The message says what does not: an array of NumPy or a list, a
+    dict or an object that was made while an instance is recorded and that a cell closes over,
+    numbers that it closes over and that differ from call to call, or arguments that JAX does not
+    know as a pytree.
+
+    **Cure.** Pass to the cell what it reads:
+
+        # instead of                              write
+        def encode(params, tree):                 @jedbatch.cell
+            options = {"scale": tree.scale}       def node(params, scale, left, right): ...
+            @jedbatch.cell
+            def node(left, right): ...            node(params, tree.scale, left, right)
+    """
+
+
 class RetracedCellWarning(PerformanceWarning):
     """A cell is traced by JAX at every call.
 
@@ -289,6 +311,7 @@ __all__ = [
     "PlannedHereWarning",
     "RecompilationWarning",
     "RetracedCellWarning",
+    "SlowCallsWarning",
     "SymbolicValueError",
     "UnfinishedLoopError",
 ]

@@ -117,6 +117,7 @@ class Host:
       outline: what has the batches and lanes of the minibatch, and may have no more; None if that
         is its placement.
       numbers: of the instances, where they are a part of a minibatch; None where they are all.
+      slow_calls: calls of cells that were looked into, as no others were known to be like them.
     """
 
     made: Lowered | Callable[[], Lowered]
@@ -130,6 +131,7 @@ class Host:
     device_seconds: float | None = None
     outline: Placement | None = None
     numbers: Sequence[int] | None = None
+    slow_calls: int = 0
 
     @functools.cached_property
     def lowered(self) -> Lowered:
@@ -309,6 +311,7 @@ def summarize(plan: Plan) -> str:
     compiled = static.programs.compilations
     programs = ", ".join(f"{n} {kind}" for kind, n in sorted(compiled.items())) or "none yet"
     times = ", ".join(f"{stage} {1e3 * s:.1f}" for stage, s in host.seconds.items())
+    slowly = f"; {host.slow_calls:,} calls recorded slowly" if host.slow_calls else ""
     diverging = [f"{k.node_type.name}: {k.forms or UNKNOWN}" for k in placed.kernels if k.diverges]
     lines += [
         "",
@@ -319,7 +322,7 @@ def summarize(plan: Plan) -> str:
         f"  program   {len(static.signature.kernels)} types in {kernels} widths; "
         f"XLA programs built so far: {programs}",
         f"  host      {1e3 * sum(host.seconds.values()):.1f} ms: {times} "
-        f"({host.num_known} of {graph.num_instances} instances known)",
+        f"({host.num_known} of {graph.num_instances} instances known{slowly})",
         *([] if native.core() else [f"            planned in {native.described()}"]),
     ]
     if plan.device_seconds is not None:

@@ -17,10 +17,13 @@ from jedbatch.errors import (
     ManyTypesWarning,
     PerformanceWarning,
     RecompilationWarning,
+    SlowCallsWarning,
 )
 
 GROWING_PLANS = 6  # plans in a row with types that none before had,
 GROUPED_PLANS = 3  # and so many where instances are grouped by equal shapes
+WARMING_UP = 3  # minibatches, in which calls are new
+MOST_SLOW = 0.2  # of the nodes that were recorded
 FEW_LENGTHS = 2  # of lists, which make no more types than a program may have
 FEW_PROGRAMS = 8  # for one instance of a minibatch each, of which there is no warning
 
@@ -106,6 +109,26 @@ def warn_if_programs_grow(
         f"{found}, which are compiled one by one: what they do to arrays of any length cannot be "
         f"cut into tiles of rows, {apart}. Reduce such arrays to vectors before instances differ "
         "in what is done with them, or pad them to a few lengths",
+        registry.warned,
+    )
+
+
+def warn_if_slowly_recorded(registry: Registry, num_nodes: int, num_before: int) -> None:
+    """Warns of calls of cells that are looked into each time, where they are many.
+
+    Args:
+      registry: has how many there were, and why.
+      num_nodes: of all that was recorded.
+      num_before: minibatches that were recorded before; the first ones have calls that are new.
+    """
+    slow = registry.slow_calls
+    if num_before < WARMING_UP or slow.total() <= MOST_SLOW * num_nodes:
+        return
+    (name, reason), count = slow.most_common(1)[0]
+    warn_once(
+        SlowCallsWarning,
+        f"{slow.total():,} calls of cells were recorded slowly in a minibatch, at 50 to 300 µs "
+        f"each where others take one: {count:,} of `{name}`, which {reason}",
         registry.warned,
     )
 

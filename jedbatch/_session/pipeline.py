@@ -348,6 +348,7 @@ def with_inputs(
     seconds = {**seconds, **dict(zip(STAGES, map(operator.sub, ends, clock), strict=True))}
     used = ragged_calls.stages if ragged_calls else ()
     lengths, regions = session.records.lengths, session.records.regions
+    is_known = num_known == graph.num_instances
     plan = Plan(
         programs.static(signature, reverse, form, keeps, used),
         lowered.table,
@@ -365,6 +366,7 @@ def with_inputs(
             tiled_rows(records, regions.tiles.rows),
             regions.tiles.apart if calls else None,
             numbers=numbers,
+            slow_calls=0 if is_known else session.registry.slow_calls.total(),
         ),
     )
     if is_wanted():

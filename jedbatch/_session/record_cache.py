@@ -114,10 +114,12 @@ class RecordCache:
       with_arrays: records of instances with arrays, as long as lengths do not matter.
       lengths, regions: of arrays whose length differs, and what is done to them.
       expansion: of graphs for all lengths to graphs for those of a minibatch.
+      num_recorded: minibatches, or parts of them, that had to be recorded.
     """
 
     def __init__(self, registry: Registry, options: Options, target: Target):
         self.registry = registry
+        self.num_recorded = 0
         self.grouping = GRANULARITIES[options.granularity or "cell"](registry)
         self.merging = Merging(registry) if options.granularity is None else None
         self.unmarked: Blocks | None = self.merging and self.merging.blocks

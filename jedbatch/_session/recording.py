@@ -31,6 +31,7 @@ from jedbatch._record.instance_key import (
     plain_keys,
 )
 from jedbatch._record.trace import trace
+from jedbatch._session.degenerate import warn_if_slowly_recorded
 from jedbatch._session.merging import warn_if_costly
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
@@ -240,9 +241,13 @@ def _set_short_apart(
 
 def record_either_way(cache: RecordCache, record: Callable) -> Any:
     """Records instances as they are, or with nodes merged if that is found to pay."""
+    cache.registry.slow_calls.clear()
     start = time.perf_counter()
     recorded = merged = record(cache.grouping)
     seconds = time.perf_counter() - start
+    graph = recorded[0][0].whole
+    warn_if_slowly_recorded(cache.registry, len(graph.node_type), cache.num_recorded)
+    cache.num_recorded += 1
     if cache.merging is not None and cache.merging.asks(recorded[0]):
         merged = record(cache.merging.blocks)
         cache.merging.compare(recorded[0], merged[0])

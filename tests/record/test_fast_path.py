@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from typing import NamedTuple
+from warnings import catch_warnings, simplefilter
 
 import equinox as eqx
 import flax.struct
@@ -129,9 +130,11 @@ def parts(state):
 def passed_on(make):
     """A state of some class that cells return and take, also put together outside of them."""
     first = jedbatch.cell(lambda p, x: make(x + p["b"], x * p["b"]))
-    both = jedbatch.cell(
-        lambda p, s, t: make(*(a * p["b"] + b for a, b in zip(parts(s), parts(t))))
-    )
+
+    @jedbatch.cell
+    def both(p, s, t):
+        (a, b), (c, d) = parts(s), parts(t)
+        return make(a * p["b"] + c, b * p["b"] + d)
 
     def call(p, h, x):
         a, b = parts(both(p, first(p, h), first(p, x)))
@@ -337,3 +340,40 @@ def test_buffers_are_copied_when_they_are_given():
     plan = jedbatch.batch(fn).plan(P, [1.0])
     rows = np.concatenate([np.asarray(x) for x in plan.inputs.values() if x.ndim == 2])
     assert {tuple(row) for row in rows.tolist()} >= {(k, k, k) for k in range(4)}
+
+
+def multiply(params, factors):
+    return jedbatch.cell(lambda x: x * params["b"] * factors[0])
+
+
+def scale(params, factor):
+    return jedbatch.cell(lambda x: x * params["b"] * factor)
+
+
+@pytest.mark.parametrize(
+    ("made", "reason"),
+    [
+        (lambda p, n: multiply(p, [2.0]), "closes over a list, a dict or an object"),
+        (lambda p, n: multiply(p, np.float32([2])), "closes over an array of NumPy"),
+        (lambda p, n: scale(p, n), "closes over numbers that differ from call to call"),
+    ],
+)
+def test_calls_without_a_description_are_counted_and_warned_of(made, reason):
+    batched = jedbatch.batch(lambda p, n: [made(p, n)(X * k) for k in range(1, 4)], out_axes=None)
+    warnings = []
+    for k in range(6):
+        with catch_warnings(record=True) as caught:
+            simplefilter("always")
+            plan = batched.plan(P, [k + 0.1, k + 0.2, k + 0.3])
+        warnings += caught
+    (warning,) = warnings
+    assert warning.category is jedbatch.errors.SlowCallsWarning
+    assert f"9 of `<lambda>`, which {reason}" in str(warning.message)
+    assert plan.host.slow_calls == 9
+    assert "9 calls recorded slowly" in str(plan)
+
+
+def test_calls_with_descriptions_are_not_counted():
+    plan = jedbatch.batch(lambda p, n: combine(p, X, n)).plan(P, [1.0, 2.0])
+    assert plan.host.slow_calls == 0
+    assert "slowly" not in str(plan)
