@@ -2,7 +2,8 @@
 
 Every loop counts its trips. One that would go on after the last of them stops; the real numbers of
 its results are then NaN, and the program has one more result, whether any loop in it stopped so.
-That goes through the loops, branches and calls around it.
+That goes through the loops, branches and calls around it. A loop ends where one in its condition
+was stopped, since that has no value then.
 """
 
 from collections.abc import Callable, Sequence
@@ -104,20 +105,31 @@ class _Bounded:
         cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
         of_cond, of_body = values[:num_cond], values[num_cond : num_cond + num_body]
 
-        def goes_on(carry: Sequence[Array]) -> Array:
-            more: Array = jax.core.eval_jaxpr(cond.jaxpr, cond.consts, *of_cond, *carry)[0]
-            return more
+        def goes_on(carry: Sequence[Array]) -> tuple[Array, Array]:
+            (more,), inside = self.program(cond, [*of_cond, *carry])
+            return more, inside
 
         def step(state: Any) -> Any:
             count, stopped, carry = state
             carry, inside = self.program(body, [*of_body, *carry])
             return count + 1, stopped | inside, carry
 
+        def checked(state: Any) -> Any:
+            return *state, *goes_on(state[2])
+
         start = jnp.int32(0), jnp.bool_(False), values[num_cond + num_body :]
-        _, inside, carry = lax.while_loop(
-            lambda state: (state[0] < self.max_steps) & goes_on(state[2]), step, start
-        )
-        stopped = goes_on(carry)
+        if performs(cond, "while"):  # a condition has no other result, so steps evaluate it
+            _, inside, carry, more, in_cond = lax.while_loop(
+                lambda state: (state[0] < self.max_steps) & state[3] & ~state[4],
+                lambda state: checked(step(state[:3])),
+                checked(start),
+            )
+            stopped = more | in_cond
+        else:
+            _, inside, carry = lax.while_loop(
+                lambda state: (state[0] < self.max_steps) & goes_on(state[2])[0], step, start
+            )
+            stopped = goes_on(carry)[0]
         return [_without_value(stopped, x) for x in carry], stopped | inside
 
     def _scan(self, eqn: Equation, values: list[Array]) -> tuple[list[Array], Array]:

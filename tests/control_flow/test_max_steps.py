@@ -42,7 +42,30 @@ def by_count(n, x):
     return n, lax.fori_loop(0, n, lambda i, x: jnp.sin(x) + i, x)
 
 
-PROGRAMS = {"halve": halve, "nested": nested, "by count": by_count}
+def counted(n):
+    """n, by loops in conditions of each other, the innermost in a branch in a scan."""
+
+    def at_least(i, _):
+        loop = functools.partial(lax.while_loop, lambda i: i < n, lambda i: i + 1)
+        return lax.cond(i < n, loop, lambda i: i, i), None
+
+    def innermost(i):
+        return i < lax.scan(at_least, 0, None, length=2)[0]
+
+    return lax.while_loop(innermost, lambda i: i + 1, 0)
+
+
+def in_conditions(n, x):
+    def body(carry):
+        i, x = carry
+        return i + 1, jnp.tanh(x @ W)
+
+    return lax.while_loop(lambda c: c[0] < counted(n), body, (0, x))
+
+
+PROGRAMS = {
+    "halve": halve, "nested": nested, "by count": by_count, "in conditions": in_conditions,
+}
 X = jnp.asarray(rng.normal(size=4), jnp.float32)
 
 
@@ -104,6 +127,20 @@ def twice(w, n, x):
     return lax.while_loop(lambda c: c[0] != n, body, (0, x))[1]
 
 
+@jedbatch.cell
+def asked(w, n, x):
+    """As many steps, with a loop in the condition; for negative n only that one never ends."""
+
+    def goes_on(carry):
+        return carry[0] < lax.while_loop(lambda i: i != n, lambda i: i + 1, 0)
+
+    def body(carry):
+        i, x = carry
+        return i + 1, jnp.tanh(x @ w)
+
+    return lax.while_loop(goes_on, body, (0, x))[1]
+
+
 def one(w, instance, cell=settle):
     n, x = instance
     return cell(w, n, cell(w, jnp.minimum(abs(n), 3), x))
@@ -116,7 +153,9 @@ def instances(count, never=()):
 
 
 @pytest.mark.parametrize("control_flow", ["auto", "lanes", "lockstep"])
-@pytest.mark.parametrize("cell", [settle, twice], ids=["loop", "loops in a loop"])
+@pytest.mark.parametrize(
+    "cell", [settle, twice, asked], ids=["loop", "loops in a loop", "loop in a condition"]
+)
 def test_errors_name_the_instances(control_flow, cell):
     fn = functools.partial(one, cell=cell)
     batched = jedbatch.batch(fn, control_flow=control_flow, max_steps=BOUND)
@@ -129,6 +168,19 @@ def test_errors_name_the_instances(control_flow, cell):
     assert caught.value.instances == (4, 30, 77)
     np.testing.assert_allclose(batched(W, given)[:20], theirs, rtol=1e-5, atol=1e-6)
     assert batched.compilations == compiled
+
+
+@pytest.mark.parametrize("control_flow", ["lanes", "lockstep"])
+def test_loops_with_loops_in_their_conditions_have_derivatives(control_flow):
+    fn = functools.partial(one, cell=asked)
+    batched = jedbatch.batch(fn, control_flow=control_flow, max_steps=BOUND)
+    given = instances(9)
+    plan, stopped = batched.plan(W, given), batched.plan(W, instances(9, [2]))
+    slope = jax.jvp(lambda w: batched.apply(w, plan), (W,), (W,))[1]
+    theirs = jnp.stack([jax.jvp(lambda w, x=x: fn(w, x), (W,), (W,))[1] for x in given])
+    np.testing.assert_allclose(slope, theirs, rtol=1e-4, atol=1e-5)
+    slope = jax.jvp(lambda w: batched.apply(w, stopped), (W,), (W,))[1]
+    np.testing.assert_array_equal(np.isnan(slope).all(1), np.arange(9) == 2)
 
 
 @pytest.mark.parametrize("executor", ["fused", "dispatch"])
