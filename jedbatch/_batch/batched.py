@@ -290,8 +290,12 @@ class Batched(Generic[*Given, Result]):
         instances: list[tuple],
         *,
         on_host: bool = False,
+        check: Callable[[], object] | None = None,
     ) -> Any:
-        """Runs the function where it decides on values; `on_host` as `_results_on_host` does."""
+        """Runs the function where it decides on values; `on_host` as `_results_on_host` does.
+
+        Before each round `check` is called, which may raise an error to end the call.
+        """
         with self._planning:
             found, arrays = keys_and_arrays(instances, self._recording.classes)
             self._environment.meet(self._recording.classes)
@@ -299,6 +303,7 @@ class Batched(Generic[*Given, Result]):
             results_of = functools.partial(self._results, stacked=False if on_host else None)
             keys = found if self._options.key is None else None
             call = Stepwise(*given, results_of, on_host=on_host, keys=keys)
+            call.check = check
             reached, compiled = self._environment.look(), session.programs.compilations
             before = compiled["round"]
             try:

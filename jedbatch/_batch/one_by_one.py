@@ -18,7 +18,15 @@ from jax.core import Tracer
 
 from jedbatch import checks
 from jedbatch._batch.warming import cut_evenly, one_of_each, reserve
-from jedbatch._control_flow.continuous import GENERATION, Continuous, Give, Joining, Left, Take
+from jedbatch._control_flow.continuous import (
+    GENERATION,
+    Continuous,
+    Ended,
+    Give,
+    Joining,
+    Left,
+    Take,
+)
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._program.host_arrays import results_from, rows_on_host
@@ -93,16 +101,23 @@ class OneByOne:
         )
 
     def start(
-        self, shared: tuple[Any, ...], instances: Sequence[tuple[Any, ...]], plan: Plan | None
+        self,
+        shared: tuple[Any, ...],
+        instances: Sequence[tuple[Any, ...]],
+        plan: Plan | None,
+        check: Callable[[], object] | None = None,
     ) -> Callable[[], list[PyTree]]:
         """Has the device begin; returns what waits for the results, a list.
 
-        A function that decides on values has computed them by then.
+        A function that decides on values has computed them by then. Before each of its rounds
+        `check` is called, which may raise an error to end it.
         """
         batched = self.batched
         session, leaves = batched._session(shared)
         if plan is None:
-            results = batched._run_stepwise(session, leaves, list(instances), on_host=True)
+            results = batched._run_stepwise(
+                session, leaves, list(instances), on_host=True, check=check
+            )
             return lambda: results
         outputs, packed = run_plan(plan, leaves, plan.inputs, f"the batched `{batched._name}`")
         static = plan.static
@@ -156,7 +171,13 @@ class OneByOne:
         return self.batched._session(shared)[1]
 
     def serve(
-        self, shared: tuple[Any, ...], first: Sequence[Joining], take: Take, give: Give, room: int
+        self,
+        shared: tuple[Any, ...],
+        first: Sequence[Joining],
+        take: Take,
+        give: Give,
+        ended: Ended,
+        room: int,
     ) -> list[Joining]:
         """Runs rounds that instances join, of a function that decides on values.
 
@@ -165,6 +186,7 @@ class OneByOne:
           first: instances that begin.
           take: is asked between rounds who joins.
           give: is told who leaves.
+          ended: is asked before each round who is to leave with an error.
           room: how many run at once.
 
         Returns:
@@ -179,7 +201,7 @@ class OneByOne:
             reached = batched._environment.look()
             try:
                 session.records.read(reached)
-                return call.serve(leaves, reached, first, take, give)
+                return call.serve(leaves, reached, first, take, give, ended)
             finally:
                 session.records.nothing_to_read()
                 batched._environment.settle(reached)
@@ -225,15 +247,20 @@ class OneByOne:
         def give(left: Sequence[Left]) -> None:
             errors.extend(x.error for x in left if x.error is not None)
 
-        failed = self.serve(shared, take(room), take, give, room)
+        failed = self.serve(shared, take(room), take, give, lambda _: None, room)
         if failed:
             self.run(shared, [x.instance for x in failed])  # which says why
         if errors:
             raise errors[0]
 
-    def run(self, shared: tuple[Any, ...], instances: Sequence[tuple[Any, ...]]) -> list[PyTree]:
-        """Returns the results of a minibatch, once they are computed."""
-        return self.start(shared, instances, self.plan(shared, instances))()
+    def run(
+        self,
+        shared: tuple[Any, ...],
+        instances: Sequence[tuple[Any, ...]],
+        check: Callable[[], object] | None = None,
+    ) -> list[PyTree]:
+        """Returns the results of a minibatch, once they are computed; see `start`."""
+        return self.start(shared, instances, self.plan(shared, instances), check)()
 
 
 def _on_host(x: Array) -> Any:

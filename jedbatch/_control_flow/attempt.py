@@ -137,6 +137,8 @@ class Attempt:
                 if not fibers.waiting:
                     self._learn()
                     return begun
+                if self._call.check is not None:
+                    self._call.check()
                 self._round(begun)
                 fibers.resume()
         except BaseException as error:
@@ -302,7 +304,7 @@ class Attempt:
         bound, current = self._session.programs.max_steps, self._fibers.current
         if bound is None:
             return
-        now = len(self._call.rounds)
+        now = self._fibers.resumed
         waited, latest = self._waited.get(current, (0, -1))
         if foreseen:
             waited += 1
@@ -310,12 +312,17 @@ class Attempt:
             waited, latest = waited + 1, now
         self._waited[current] = waited, latest
         if waited > bound:
+            number = self._number(current)
             raise UnfinishedLoopError(
-                f"`batch` got max_steps={bound}, and instance {current} needs values to decide on "
+                f"`batch` got max_steps={bound}, and instance {number} needs values to decide on "
                 "after that many rounds. Expected functions that end before; give a larger "
                 "max_steps, or bound the loop in its condition.",
-                (current,),
+                (number,),
             )
+
+    def _number(self, instance: int) -> int:
+        """Returns the number that an instance has for the caller."""
+        return instance
 
     def _together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
         """Returns the results of parts of an instance, which wait for values each on its own."""

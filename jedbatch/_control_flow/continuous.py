@@ -13,7 +13,7 @@ A computed value stays in its row until the last instance has left, since lanes 
 appended (see `_control_flow.workspace`). So after a number of instances no more join; once all have
 left, rounds begin anew.
 
-An instance that fails is told so, and the others go on. If a round fails, those that have not left
+An instance that fails is told so, and the others go on; so is one that the caller has end. If a round fails, those that have not left
 by then are left to the caller, who runs them otherwise.
 
 Source: Yu et al., Orca, 2022, schedule requests for Transformers by iteration and not by request.
@@ -76,6 +76,7 @@ class Left(NamedTuple):
 
 Take = Callable[[int], Sequence[Joining]]  # from how many may join to those that do
 Give = Callable[[Sequence[Left]], None]
+Ended = Callable[[Any], Exception | None]  # from a token to why its instance is to end, if it is
 
 
 class Continuous(Stepwise):
@@ -98,6 +99,7 @@ class Continuous(Stepwise):
         first: Sequence[Joining],
         take: Take,
         give: Give,
+        ended: Ended,
     ) -> list[Joining]:
         """Runs rounds until nobody is there; returns those that are left because a round failed.
 
@@ -107,6 +109,7 @@ class Continuous(Stepwise):
           first: instances that begin.
           take: is asked between rounds who joins.
           give: is told who leaves.
+          ended: is asked before each round who is to leave with an error.
         """
         self._names = reached.names
         with set_current_trace(trace_of_caller()), set_current_trace(EAGER):
@@ -116,7 +119,7 @@ class Continuous(Stepwise):
             with Restored(end), Restored(end), set_current_trace(attempt.recorder):
                 begin_recording(attempt.recorder)
                 try:
-                    attempt.serve(first, take, give)
+                    attempt.serve(first, take, give, ended)
                 except (Exception, GuardFailed):
                     pass  # which instance it was, the caller finds out
                 else:
@@ -144,7 +147,7 @@ class OpenAttempt(Attempt):
         self._instances: list[tuple] = []
         call.instances = self._instances
 
-    def serve(self, first: Sequence[Joining], take: Take, give: Give) -> None:
+    def serve(self, first: Sequence[Joining], take: Take, give: Give, ended: Ended) -> None:
         """Lets instances record and computes rounds until nobody is there."""
         call, fibers = self._open_call, self._fibers
         self._shared = self.recorder.share()
@@ -155,6 +158,7 @@ class OpenAttempt(Attempt):
                 fibers.turns(self.workspace.graph.note_turn)
                 if self.recorder.tracers:
                     raise GuardFailed
+                self._end(ended)
                 give(self._next_round())
                 fibers.resume()
                 if len(self._instances) < GENERATION * call.room:
@@ -178,11 +182,25 @@ class OpenAttempt(Attempt):
             else:
                 self._fibers.add(functools.partial(self._record, number), number)
 
+    def _end(self, ended: Ended) -> None:
+        """Ends the instances that are to leave with an error."""
+        for number, one in self._open_call.open.items():
+            error = ended(one.token)
+            if error is not None:
+                self.recorder.turn_to(self._instances[number])
+                self._turn_to(None)
+                self._fibers.close(number)
+                self.workspace.graph.note_turn(number)
+                self._results[number], self.errors[number] = None, error
+
     def _record(self, instance: int) -> None:
         try:
             super()._record(instance)
         except Exception as error:
             self.errors[instance] = error
+
+    def _number(self, instance: int) -> int:
+        return 0  # each is a call of its own
 
     @unguarded
     def _next_round(self) -> list[Left]:

@@ -72,6 +72,7 @@ class Fibers:
       current: the instance whose turn it is.
       fiber: the fibre whose turn it is.
       owners: the instance that each fibre belongs to.
+      resumed: how often all who waited were told to go on.
     """
 
     def __init__(self, run: Callable[[int], None], count: int, parked: list[Any] | None = None):
@@ -99,6 +100,7 @@ class Fibers:
         self._ready: collections.deque[int] = collections.deque()
         self._fibers: dict[int, Any] = {}
         self.owners: list[int] = []
+        self.resumed = 0
         self._whole: dict[int, int] = {}  # the fibre that a part is part of
         self._parts: dict[int, int] = {}  # how many parts of a fibre are not done
         self.fiber = -1
@@ -206,16 +208,24 @@ class Fibers:
 
     def resume(self) -> None:
         """All who wait may go on."""
+        self.resumed += 1
         self._ready.extend(self.waiting)
         self.waiting.clear()
 
-    def close(self) -> list[Exception]:
+    def close(self, instance: int | None = None) -> list[Exception]:
         """Ends all fibres that are not done, running what they have to clean up.
 
-        Returns what went wrong in that.
+        Args:
+          instance: whose fibres these are; None for those of all.
+
+        Returns:
+          What went wrong in that.
         """
         errors: list[Exception] = []
-        for fiber in self._fibers.values():
+        owners = self.owners
+        for number in [n for n in self._fibers if instance in (None, owners[n])]:
+            self.fiber, self.current = number, owners[number]
+            fiber = self._fibers[number]
             for _ in range(MAX_STOPS):
                 if fiber.dead or not fiber:
                     break
@@ -224,8 +234,9 @@ class Fibers:
                         fiber.throw(greenlet.GreenletExit)
                     except Exception as error:
                         errors.append(error)
-        self._fibers.clear()
-        self._work.clear()
-        self.waiting.clear()
-        self._ready.clear()
+            del self._fibers[number]
+            for kept in (self._work, self.waiting, self._whole, self._parts):
+                kept.pop(number, None)
+            if number in self._ready:
+                self._ready.remove(number)
         return errors

@@ -73,6 +73,7 @@ class Stepwise:
     Attributes:
       rounds: what ran so far.
       tracers: of an outer transformation, met while recording.
+      check: is called before each round, if there is one, and may raise an error to end the call.
       fn, session, instances, join, policy, results, on_host: what it was made of.
     """
 
@@ -109,6 +110,7 @@ class Stepwise:
         self.on_host = on_host
         self.keys = keys
         self.tracers: Sequence[Leaf] = ()
+        self.check: Callable[[], object] | None = None
         self._names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
         self._attempt: Attempt | None = None  # the latest
 

@@ -60,7 +60,9 @@ class Server:
             has nothing to do. By default nobody waits for others.
           max_queue: requests that may wait, besides those that are computed.
           when_full: whether one more is an `Overloaded` error, or waits until there is room.
-          deadline_ms: milliseconds in which a request is to be done, unless it has its own.
+          deadline_ms: milliseconds in which a request is to be done, unless it has its own. If its
+            instance decides on values, it ends before the next round; what the device computes goes
+            on, so write `jedbatch.batch(..., max_steps=)` if loops in it might not end.
 
         Raises:
           TypeError: `batched` is no batched function, or shared arguments are traced.
@@ -126,8 +128,9 @@ class Server:
         """Refuses further requests and ends the thread.
 
         Args:
-          drain: whether requests that wait are answered. If not, they raise `ServerClosed`. Those
-            that are computed are answered in any case.
+          drain: whether all requests are answered. If not, those that wait raise `ServerClosed`,
+            and so do those whose instance decides on values and is not done by the next round. Others
+            that are computed are answered.
         """
         checks.flag("close", "drain", drain)
         self._is_closed = True
@@ -138,6 +141,8 @@ class Server:
             self._drop_waiting("it was closed without waiting for them")
             self._queue.close()
         if self._worker is not None:
+            if not drain:
+                self._worker.stop()
             await self._ended.wait()
             self._worker.join()
 

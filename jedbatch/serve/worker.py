@@ -10,6 +10,7 @@ them. A minibatch that fails only while it is computed is computed by halves.
 
 A function that decides on values runs in rounds, and requests that come join the next round (see
 `_control_flow.continuous`); a request whose instance is done has its result while others go on.
+Before each round, instances end that nobody waits for any more.
 """
 
 import atexit
@@ -25,6 +26,7 @@ from jedbatch._batch.one_by_one import OneByOne, Settled, settled
 from jedbatch._control_flow.continuous import Joining, Left
 from jedbatch._record.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
+from jedbatch.serve.errors import ServerClosed
 from jedbatch.serve.garbage import Garbage
 from jedbatch.serve.requests import Request, RequestQueue
 
@@ -83,6 +85,7 @@ class Worker:
         self._shared = shared
         self._is_placed = False
         self._swapping = threading.Lock()
+        self._is_stopping = False
         self._room = room
         self._queue = queue
         self._deliver, self._taken, self._ended = deliver, taken, ended
@@ -98,6 +101,10 @@ class Worker:
     def join(self) -> None:
         """Waits for the end of the thread."""
         self._thread.join()
+
+    def stop(self) -> None:
+        """Has instances that run in rounds end before the next one."""
+        self._is_stopping = True
 
     def adopt(self, shared: tuple[Any, ...]) -> None:
         """Replaces the shared arguments, for minibatches that are begun from now on."""
@@ -195,7 +202,7 @@ class Worker:
             self._end([(x.token, Settled(x.result, x.error)) for x in settled_now])
 
         first = [Joining(request, request.instance) for request in requests]
-        failed = self._one_by_one.serve(shared, first, take, give, self._room)
+        failed = self._one_by_one.serve(shared, first, take, give, self._ended_by, self._room)
         rest = [x.token for x in failed] + deep
         if rest:
             self._end(list(zip(rest, self._by_halves(shared, rest), strict=True)))
@@ -206,9 +213,22 @@ class Worker:
 
     def _by_halves(self, shared: tuple, requests: Sequence[Request]) -> list[Settled]:
         def run(some: Sequence[Request]) -> list[PyTree]:
-            return self._one_by_one.run(shared, [request.instance for request in some])
+            def check() -> None:
+                for error in filter(None, map(self._ended_by, some)):
+                    raise error
+
+            check()
+            return self._one_by_one.run(shared, [request.instance for request in some], check)
 
         return list(settled(run, requests))
+
+    def _ended_by(self, request: Request) -> Exception | None:
+        """Returns why the instance of a request is to end; None if somebody waits for it."""
+        if request.future.done():  # it was cancelled, or its deadline has passed
+            return TimeoutError("nobody waits for the request any more")
+        return (
+            ServerClosed("the server was closed before it was done.") if self._is_stopping else None
+        )
 
     def _current(self) -> tuple:
         """The shared arguments, put on the device the first time."""
@@ -236,6 +256,7 @@ class Worker:
 
     def _at_exit(self) -> None:
         """Python must not end while the thread is inside of JAX."""
+        self.stop()
         self._queue.clear()
         self._queue.close()
         self._thread.join(SECONDS_AT_EXIT)

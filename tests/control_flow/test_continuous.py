@@ -29,6 +29,10 @@ def steps(w, n):
     return x
 
 
+def never(token):
+    """Nobody is told to end."""
+
+
 def served(fn, params, instances, room, seed=None):
     """Lets instances join at random, or as soon as they may; (results, order, those left)."""
     one_by_one = OneByOne("test", jedbatch.batch(fn), (params,))
@@ -45,7 +49,7 @@ def served(fn, params, instances, room, seed=None):
         results.update((x.token, x.result if x.error is None else x.error) for x in some)
 
     while first := list(itertools.islice(coming, 1)):
-        left += one_by_one.serve((params,), first, take, give, room)
+        left += one_by_one.serve((params,), first, take, give, never, room)
     return results, order, left
 
 
@@ -90,7 +94,7 @@ def test_they_begin_anew_after_a_while():
             joined.extend(some)
             return some
 
-        one_by_one.serve((W,), take(2), take, lambda left: None, room=2)
+        one_by_one.serve((W,), take(2), take, lambda left: None, never, room=2)
         assert 2 * GENERATION <= len(joined) <= 2 * GENERATION + 1
         counts.append(batched.compilations)
     assert counts[0] == counts[1]

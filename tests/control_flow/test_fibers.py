@@ -173,6 +173,34 @@ def test_who_catches_everything_is_told_again(times):
     assert len(told) == times
 
 
+def test_one_instance_is_ended_and_the_others_go_on():
+    done, cleaned = [], []
+
+    def part(i, k):
+        try:
+            fibers.wait((i, k))
+        finally:
+            cleaned.append((i, k))
+
+    def run(i):
+        try:
+            fibers.together([functools.partial(part, i, k) for k in range(2)])
+            done.append(i)
+        finally:
+            cleaned.append(i)
+
+    fibers = Fibers(run, 3)
+    list(fibers.turns())
+    fibers.add(functools.partial(run, 3), 3)  # has not begun
+    assert not fibers.close(1)
+    assert not fibers.close(3)
+    assert set(cleaned) == {1, (1, 0), (1, 1)}
+    assert sorted(fibers.waiting.values()) == [(0, 0), (0, 1), (2, 0), (2, 1)]
+    run_all(fibers)
+    assert sorted(done) == [0, 2]
+    assert not fibers.close()
+
+
 # --- greenlets that are used again ---
 
 

@@ -64,7 +64,10 @@ def in_conditions(n, x):
 
 
 PROGRAMS = {
-    "halve": halve, "nested": nested, "by count": by_count, "in conditions": in_conditions,
+    "halve": halve,
+    "nested": nested,
+    "by count": by_count,
+    "in conditions": in_conditions,
 }
 X = jnp.asarray(rng.normal(size=4), jnp.float32)
 

@@ -12,6 +12,7 @@ from cases.helpers import assert_close
 from cases.totals import W, add, halved, total, trees
 
 import jedbatch
+from jedbatch.errors import UnfinishedLoopError
 from jedbatch.serve import DeadlineExceeded, Overloaded, Server, ServerClosed
 
 pytestmark = pytest.mark.unoptimized
@@ -202,6 +203,110 @@ def test_after_warming_rounds_compile_nothing():
             return batched.compilations - before
 
     assert run(scenario) == 0
+
+
+# --- requests that never end ---
+
+
+def endless(w, tree):
+    """Decides on values for ever where a tree is "never"; a long one takes 30 rounds."""
+    state, steps = total(w, 1.0 if isinstance(tree, str) else tree), 0
+    while state.sum() > -99 and (tree == "never" or (tree == "long" and steps < 30)):
+        state, steps = add(w, state, 0.5), steps + 1
+    return state
+
+
+def slow(tree):
+    return np.asarray(endless(W, tree))
+
+
+def test_a_request_that_takes_too_many_rounds_fails_alone():
+    given = [*trees(3), "long", "never", *trees(3, seed=1), "never"]
+
+    async def scenario():
+        async with Server(jedbatch.batch(endless, max_steps=40), W, max_batch=4) as server:
+            return await asyncio.gather(*map(server, given), return_exceptions=True)
+
+    for tree, result in zip(given, run(scenario), strict=True):
+        if isinstance(tree, str) and tree == "never":
+            with pytest.raises(UnfinishedLoopError, match="max_steps=40, and instance 0 needs"):
+                raise result
+            assert result.instances == (0,)
+        else:
+            assert_close(result, slow(tree), 1e-6)
+
+
+@pytest.mark.parametrize("how", ["deadline", "cancelled", "left"])
+def test_an_instance_ends_when_nobody_waits_for_it(how):
+    """Also where it cleans up with values of its own; the others go on."""
+    cleaned, begun = [], threading.Event()
+
+    def fn(w, tree):
+        try:
+            if isinstance(tree, str) and tree == "never":
+                begun.set()
+            return endless(w, tree)
+        finally:
+            if isinstance(tree, str) and tree == "never":
+                cleaned.append(add(w, total(w, 1.0), 0.5))
+
+    async def scenario():
+        results = []
+        async with Server(jedbatch.batch(fn), W, max_batch=4) as server:
+            await server.warm([1.0, 2.0])
+            never = asyncio.ensure_future(
+                server("never", deadline_ms=300 if how == "deadline" else None)
+            )
+            await asyncio.to_thread(begun.wait, 30)
+            beside = asyncio.ensure_future(server("long"))
+            if how == "left":
+                results.append(await beside)
+                await server.close(drain=False)
+            elif how == "cancelled":
+                never.cancel()
+            (ended,) = await asyncio.gather(never, return_exceptions=True)
+            if how != "left":
+                results += [await beside, await server("long")]
+        return ended, results
+
+    ended, results = run(scenario)
+    error = {
+        "deadline": DeadlineExceeded,
+        "cancelled": asyncio.CancelledError,
+        "left": ServerClosed,
+    }
+    assert isinstance(ended, error[how])
+    assert len(cleaned) == 1
+    assert_close(results, [slow("long")] * len(results), 1e-6)
+
+
+def test_deadlines_hold_after_a_round_has_failed():
+    """Instances run by halves then, and one that never ends leaves the others."""
+
+    def read(x):
+        if np.isnan(x).any():
+            raise ArithmeticError("no such state")
+        return x
+
+    @jedbatch.cell
+    def checked(state):
+        return jax.pure_callback(read, state, state, vmap_method="sequential")
+
+    def fn(w, tree):
+        if isinstance(tree, tuple):
+            return checked(tree[0]) * (1 if checked(tree[0]).sum() > 0 else 2)
+        return endless(w, tree)
+
+    async def scenario():
+        async with Server(jedbatch.batch(fn), W, max_batch=4) as server:
+            never = server("never", deadline_ms=3000)
+            bad = server((np.full(4, np.nan, np.float32),))
+            return await asyncio.gather(never, bad, server(3.0), return_exceptions=True)
+
+    never, bad, good = run(scenario)
+    assert isinstance(never, DeadlineExceeded)
+    assert isinstance(bad, RuntimeError) and "no such state" in str(bad)
+    assert_close(good, slow(3.0), 1e-6)
 
 
 # --- requests that fail ---
