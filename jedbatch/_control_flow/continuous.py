@@ -13,8 +13,8 @@ A computed value stays in its row until the last instance has left, since lanes 
 appended (see `_control_flow.workspace`). So after a number of instances no more join; once all have
 left, rounds begin anew.
 
-An instance that fails is told so, and the others go on; so is one that the caller has end. If a round fails, those that have not left
-by then are left to the caller, who runs them otherwise.
+An instance that fails is told so, and the others go on; so is one that the caller has end. If a
+round fails, those that have not left by then are left to the caller, who runs them otherwise.
 
 Source: Yu et al., Orca, 2022, schedule requests for Transformers by iteration and not by request.
 """

@@ -102,7 +102,7 @@ def error_of(
 ) -> UnfinishedLoopError:
     """Returns the error for a loop that was stopped in some instances; None if not known."""
     found = None if instances is None else tuple(np.unique(instances).tolist())
-    where = "" if found is None else f", in {_shown(found)}"
+    where = "" if found is None else f", in {shown_instances(found)}"
     return UnfinishedLoopError(
         f"`batch` got max_steps={max_steps}, and a loop in `{node_type}` was to go on after that "
         f"many steps{where}. Expected loops that end before; give a larger max_steps, or bound the "
@@ -111,7 +111,8 @@ def error_of(
     )
 
 
-def _shown(instances: Sequence[int]) -> str:
+def shown_instances(instances: Sequence[int]) -> str:
+    """Returns the numbers of instances in words, of the first few of many."""
     if len(instances) == 1:
         return f"instance {instances[0]}"
     more = f" and {len(instances) - SHOWN} others" if len(instances) > SHOWN else ""

@@ -30,7 +30,6 @@ class LengthFamily:
         they are equal.
       supposed: those of the pairs that were not seen to be compared (see `Lengths.join_equal`).
       groups: arrays, in any number, that instances are told apart by which of are equally long.
-      apart: why instances are recorded by their shapes, by which of these are equal.
       short: which arrays are empty, bool[arrays] each, in instances that lack rows for some part.
       shared: the arrays that share a symbol, by which are equal.
       known: types of arrays with symbols, by what these depend on (see `Lengths`).
@@ -45,7 +44,6 @@ class LengthFamily:
         self.pairs: dict[Pair, None] = {}
         self.supposed: list[Pair] = []
         self.groups: list[list[int]] = []
-        self.apart: dict[bytes, str] = {}
         self.short: set[tuple[bool, ...]] = set()
         self.shared: dict[bytes, list[int]] = {}
         self.known: Memory = Memory(MAX_KNOWN)
@@ -75,7 +73,6 @@ class LengthFamily:
 
     def _forget(self) -> None:
         """Forgets what follows from how instances are told apart."""
-        self.apart.clear()
         self.shared.clear()
         self.known.clear()
 

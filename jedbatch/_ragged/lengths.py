@@ -18,7 +18,7 @@ an instance that it does not hold for.
 import functools
 import itertools
 import traceback
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ from jedbatch._jaxpr.symbolic_dims import (
     make_symbol,
     symbols_in,
 )
+from jedbatch._program.stopped import shown_instances
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.length_families import ArrayType, LengthFamily, Pair, SymbolicTypes
 from jedbatch._record.instance_arrays import array_type
@@ -41,9 +42,11 @@ from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 
 LETTERS = "nmkl"
+Alike = tuple[Hashable, bytes]  # key without lengths, and which of the family's pairs are equal
 Scope = tuple[int | None, int, int]  # (bound of its symbols, the least they are, how many)
 MAX_RAGGED_TYPES = 4096  # of arrays that are kept, for all symbols
 MOST_LEAST = 8  # that lengths may be supposed to be at least
+MOST_APART = 4096  # instances that are told apart by shapes before all are
 MOST_BOUND = 1 << 20  # that lengths may be bounded by
 MAX_DISTANCES = 3  # between arrays of two kinds that have been compared
 
@@ -57,6 +60,7 @@ class RaggedTypes(NamedTuple):
       symbols: the arrays whose length each symbol is.
       family: of the instance.
       lengths: of its arrays; -1 for numbers.
+      alike: equal for instances that are recorded alike, whatever their lengths.
     """
 
     key: Hashable
@@ -64,6 +68,7 @@ class RaggedTypes(NamedTuple):
     symbols: dict[str, list[int]]
     family: LengthFamily
     lengths: list[int]
+    alike: Alike
 
 
 class Lengths:
@@ -80,7 +85,9 @@ class Lengths:
       least: the least length that arrays have which are recorded for all lengths.
       revision: how often it has changed under which lengths instances are recorded.
       changes: how often a length was seen that may have changed what `look` returns.
-      apart: why some instances of those looked at last are told apart by their lengths, if any are.
+      apart: why some instances of those looked at last are told apart by their lengths, if any are;
+        it names them, unless all are.
+      are_some_apart: whether some are, for a reason besides lengths that are compared.
     """
 
     def __init__(self, off: str | None, families: dict[Hashable, LengthFamily]):
@@ -99,7 +106,9 @@ class Lengths:
         self._names = 0  # symbols that a scope must have
         self._scopes: dict[tuple, dict[str, Any]] = {}  # symbols, by their scope
         self._ragged_types: dict[tuple, ArrayType] = Memory(MAX_RAGGED_TYPES)
+        self._apart: dict[Alike, str] = {}  # why instances are recorded by their shapes
         self.apart: str | None = None
+        self.are_some_apart = False
 
     @property
     def shown(self) -> str | None:
@@ -110,7 +119,7 @@ class Lengths:
 
     def none_apart(self) -> None:
         """Notes instances that `look` need not look at: nothing tells them apart."""
-        self.apart = None
+        self._say_apart({}, 0)
 
     def look(
         self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Array]]
@@ -121,7 +130,7 @@ class Lengths:
           keys: of the instances, as `instance_key` makes them.
           arrays: of the instances.
         """
-        self.apart = None
+        self._say_apart({}, 0)
         if not any(arrays):
             return [None] * len(keys)
         families = [self._observe(*pair) for pair in zip(keys, arrays, strict=True)]
@@ -135,17 +144,29 @@ class Lengths:
         scope = self._scope()
         self._names = max(self._names, *map(len, ragged.values()))
         self.changes += self._scope() != scope
+        apart: dict[str, list[int]] = {}
+        self.are_some_apart = False
         for family, members in by_family.items():
             if not ragged[family]:
                 continue
             equal = family.equal([families[i][2] for i in members])
             for i, pattern in zip(members, equal, strict=True):
-                if pattern in family.apart:
-                    self.apart = family.apart[pattern]
-                elif not (family.short and _empty(families[i][2]) in family.short):
-                    general, _, lengths = families[i]
+                general, _, lengths = families[i]
+                reason = self._apart.get((general, pattern)) if self._apart else None
+                if reason is not None:
+                    apart.setdefault(reason, []).append(i)
+                    self.are_some_apart |= not any(pattern)
+                elif not (family.short and _empty(lengths) in family.short):
                     types[i] = self._types_of(general, family, lengths, ragged[family], pattern)
+        self._say_apart(apart, len(keys))
         return types
+
+    def _say_apart(self, apart: Mapping[str, Sequence[int]], count: int) -> None:
+        """Notes which of so many instances are told apart by their lengths, by the reasons."""
+        are_all = sum(map(len, apart.values())) == count
+        self.are_some_apart &= not are_all
+        named = [f"{why}, in {shown_instances(who)}" for why, who in apart.items()]
+        self.apart = "; ".join(apart if are_all else named) or None
 
     def _observe(
         self, key: Hashable, arrays: Sequence[Array]
@@ -206,7 +227,7 @@ class Lengths:
         key: Hashable = None
         if general is not None:
             key = ("ragged", scope, general, classes, which)
-        return RaggedTypes(key, types, symbols, family, lengths)
+        return RaggedTypes(key, types, symbols, family, lengths, (general, equal))
 
     def _symbolic(
         self,
@@ -332,17 +353,20 @@ class Lengths:
     def give_up(self, error: Exception, recorded: RaggedTypes | None) -> None:
         """Tells arrays apart by their shapes from now on.
 
-        Those of one family only, where lengths differ that have been compared.
+        Those of instances that are recorded like one only, unless there have been many.
+
+        Args:
+          error: why it could not be recorded for all lengths.
+          recorded: the types of that instance; None if it is not known which it is.
         """
         self.revision += 1
         reason = _reason(error)
-        if recorded is not None:
-            recorded.family.drop_supposed()
-            (equal,) = recorded.family.equal([recorded.lengths])
-            if any(equal):
-                recorded.family.apart[equal] = reason
-                return
-        self.off = reason
+        if recorded is None or len(self._apart) >= MOST_APART:
+            self.off = reason
+            return
+        recorded.family.drop_supposed()
+        (equal,) = recorded.family.equal([recorded.lengths])
+        self._apart[recorded.alike[0], equal] = reason
 
     def next_bound(self, shared: Iterable[tuple[Any, ...]]) -> bool:
         """Bounds lengths by the rows of tables; False if there is none, or no other one.

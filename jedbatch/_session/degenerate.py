@@ -9,6 +9,7 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.types import NodeType
 from jedbatch._jaxpr.symbolic_dims import is_ragged, is_user_code
 from jedbatch._ragged.calls import RegionCalls
+from jedbatch._ragged.lengths import Lengths
 from jedbatch._record.registry import Registry
 from jedbatch._support.types import Array
 from jedbatch.errors import (
@@ -131,6 +132,23 @@ def warn_if_slowly_recorded(registry: Registry, num_nodes: int, num_before: int)
         f"each where others take one: {count:,} of `{name}`, which {reason}",
         registry.warned,
     )
+
+
+def warn_if_some_are_apart(registry: Registry, lengths: Lengths) -> None:
+    """Warns of instances that run by themselves beside others of all lengths.
+
+    Args:
+      registry: notes the causes that have been warned of.
+      lengths: those of the minibatch, looked at last.
+    """
+    if lengths.are_some_apart:
+        warn_once(
+            GroupedByShapesWarning,
+            f"some instances of a minibatch run by themselves, with programs for their lengths: "
+            f"{lengths.apart}. Write that with operations that run for several lengths at once, or "
+            "pad arrays to a few lengths",
+            registry.warned,
+        )
 
 
 def lengths_that_differ(arrays: Iterable[Array]) -> set[tuple]:

@@ -31,7 +31,7 @@ from jedbatch._record.instance_key import (
     plain_keys,
 )
 from jedbatch._record.trace import trace
-from jedbatch._session.degenerate import warn_if_slowly_recorded
+from jedbatch._session.degenerate import warn_if_slowly_recorded, warn_if_some_are_apart
 from jedbatch._session.merging import warn_if_costly
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
@@ -122,6 +122,7 @@ class Recording:
             few = instances[:FEW_INSTANCES]
             until_guards_hold(lambda: self._find(cache, few, read), cache.assumed)
         records, arrays, tracers, num_known = until_guards_hold(attempt, cache.assumed)
+        warn_if_some_are_apart(cache.registry, cache.lengths)
         return *cache.expansion.expand(records, arrays), tracers, num_known
 
     def _find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None) -> Any:
@@ -208,22 +209,41 @@ class Recording:
 
         Raises `GuardFailed` if they must be looked at again.
         """
-        arguments = self.fn, cache.registry, instances, arrays, self.join
-        finished = None if cache.readouts is None else cache.readouts.merge
-        record = functools.partial(
-            trace, *arguments, lists=cache.lists, finished=finished, numbers=numbers
-        )
+
+        def record(
+            grouping: Grouping | None, read: Any = None, types: Any = None, only: Any = slice(None)
+        ) -> Any:
+            finished = None if cache.readouts is None else cache.readouts.merge
+            return trace(
+                self.fn,
+                cache.registry,
+                instances[only],
+                arrays[only],
+                self.join,
+                grouping,
+                read,
+                types,
+                lists=cache.lists,
+                finished=finished,
+                numbers=numbers[only],
+            )
+
         if not any(given):
             return record_either_way(cache, functools.partial(record, read=read))
         attempt = RaggedRecording(cache, arrays, given)
         try:
             return attempt.record(record)
         except Exception as error:
-            if not attempt.relate(error) and not attempt.supposes_more() and not cache.bind():
-                record(cache.grouping, read)  # complains if lengths are not the reason
-                given_up = attempt.given[attempt.number]
-                if given_up is None or not cache.lengths.join_equal(given_up, error):
-                    cache.lengths.give_up(error, given_up)
+            for number, reason in (attempt.failed or {attempt.number: error}).items():
+                attempt.number = number
+                if attempt.relate(reason) or attempt.supposes_more() or cache.bind():
+                    break  # which the others may have failed by, too
+                # This complains if lengths are not the reason.
+                record(cache.grouping, read, only=slice(number, number + 1))
+                given_up = attempt.given[number]
+                if given_up is not None and cache.lengths.join_equal(given_up, reason):
+                    break
+                cache.lengths.give_up(reason, given_up)
             raise GuardFailed from None
 
 
@@ -265,6 +285,7 @@ class RaggedRecording:
       cache: records that are kept.
       arrays, given: of the instances, and how these are recorded.
       number: the instance at hand.
+      failed: why instances cannot be recorded, as far as they have been tried.
       asked: what was asked about lengths while each instance was recorded.
     """
 
@@ -275,6 +296,7 @@ class RaggedRecording:
         self.arrays = arrays
         self.given = given
         self.number = 0
+        self.failed: dict[int, Exception] = {}
         self.asked: dict[int, Questions] = {}
 
     def record(self, record: Callable) -> tuple[list[Record], list[bool], list[Any]]:
@@ -293,7 +315,17 @@ class RaggedRecording:
                 given = self.given[i]
                 return given and given.types
 
-            graphs, keep, tracers = self._recorded(functools.partial(record, types=types))
+            try:
+                graphs, keep, tracers = self._recorded(functools.partial(record, types=types))
+            except Exception as error:
+                self.failed[self.number] = error
+                others = range(self.number + 1, len(self.given))
+                for i in others if self.given[self.number] else ():  # or each would end an attempt
+                    try:
+                        record(None, types=lambda _, i=i: types(i), only=slice(i, i + 1))
+                    except Exception as another:
+                        self.failed[i] = another
+                raise
         cache.check(revision)
         for i in range(len(graphs)):
             self._turn_to(i)
@@ -317,12 +349,17 @@ class RaggedRecording:
             if cut is not None:
                 try:
                     made[i] = cut.result()
-                except CannotMergeError:
+                except CannotMergeError as error:
                     if not cache.regions.joins_rest:
-                        raise
+                        self.failed[i] = error
+                        continue
                     cache.regions.leave_rest()  # that may be why
                     cache.forget_regions()
                     raise GuardFailed from None
+                except Exception as error:
+                    self.failed[i] = error
+        if self.failed:
+            raise next(iter(self.failed.values()))
         for _, members in itertools.groupby(made, lambda i: id(made[i].whole)):
             mine = list(members)
             self.number = mine[0]

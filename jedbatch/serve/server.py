@@ -129,8 +129,8 @@ class Server:
 
         Args:
           drain: whether all requests are answered. If not, those that wait raise `ServerClosed`,
-            and so do those whose instance decides on values and is not done by the next round. Others
-            that are computed are answered.
+            and so do those whose instance decides on values and is not done by the next round.
+            Others that are computed are answered.
         """
         checks.flag("close", "drain", drain)
         self._is_closed = True

@@ -4,6 +4,7 @@ import collections
 import functools
 import math
 import numbers
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from cases.helpers import assert_close, number
 import jedbatch
 from jedbatch import ragged, testing
 from jedbatch._ragged.length_families import LengthFamily
+from jedbatch.errors import GroupedByShapesWarning
 
 pytestmark = pytest.mark.unoptimized
 
@@ -272,6 +274,88 @@ def test_lengths_that_must_be_equal_or_one():
         assert "has to know the lengths" in apart(batched)
         batched.plan(WEIGHT, arrays((4, 4), (3, 3), (2, 2)))
         assert apart(batched) is None
+
+
+def odd_one(weight, instance):
+    """By a mark: what has a rule for lengths, or one of two things that have none."""
+    x, mark = instance
+    if mark == 1:
+        return jnp.real(jnp.fft.fft(x, axis=0)).sum() * weight.sum()
+    if mark == 2:
+        return sum(x[i].sum() * i for i in range(len(x))) * weight.sum()
+    return jnp.tanh(x @ weight).sum()
+
+
+def marked(lengths, marks):
+    return [(x, mark) for (x,), mark in zip(arrays(*zip(lengths)), marks, strict=True)]
+
+
+@pytest.mark.parametrize("begins", ["alike", "odd"])
+def test_an_instance_without_a_rule_for_lengths_runs_by_itself(begins):
+    """The others run together, as do all later ones; the plan and one warning name it."""
+    batched = jedbatch.batch(odd_one)
+
+    def agree(given):
+        got, slope = jax.value_and_grad(lambda w: batched(w, given).sum())(jnp.asarray(WEIGHT))
+        loop = lambda w: sum(odd_one(w, x) for x in given)  # noqa: E731
+        want, theirs = jax.value_and_grad(loop)(jnp.asarray(WEIGHT))
+        assert_close((got, slope), (want, theirs), 1e-4)
+
+    if begins == "alike":
+        agree(marked((3, 5, 7), (0, 0, 0)))
+    mixed = marked((3, 6, 4, 5), (0, 1, 0, 2))
+    fft, loop = (
+        r"`fft` of arrays of different lengths, in instance 1",
+        r"number at .*, in instance 3",
+    )
+    with pytest.warns(GroupedByShapesWarning, match=f"by themselves.*{fft}.*{loop}|{loop}.*{fft}"):
+        agree(mixed)
+    plan = batched.plan(WEIGHT, mixed)
+    assert re.search(fft, str(plan))
+    assert re.search(loop, str(plan))
+    batched.plan(WEIGHT, marked((6, 2), (1, 1)))
+    assert apart(batched) == "`fft` of arrays of different lengths"
+    agree(marked((2, 8, 4), (0, 0, 0)))
+    assert apart(batched) is None
+    assert "graph     0 nodes of 0 types" in str(
+        batched.plan(WEIGHT, marked((9, 10, 11), (0, 0, 0)))
+    )
+    compilations = batched.compilations
+    for lengths in ((3, 7, 5), (2, 6, 8)):
+        batched(WEIGHT, marked(lengths, (0, 0, 0)))
+    assert batched.compilations == compilations
+
+
+def test_many_instances_without_a_rule_are_found_at_once():
+    """Their number is no factor in how often all others are recorded."""
+    calls = []
+
+    def fn(weight, instance):
+        calls.append(instance)
+        x, mark = instance
+        return x[: len(x) - 1].sum() * mark if mark % 2 else (x @ weight).sum() * mark
+
+    batched = jedbatch.batch(fn)
+    given = marked([2 + k % 3 for k in range(12)], range(12))
+    with pytest.warns(GroupedByShapesWarning):
+        got = batched(WEIGHT, given)
+    assert len(calls) <= 6 * len(given)
+    assert_close(got, jnp.stack([fn(WEIGHT, x) for x in given]), 1e-5)
+    assert "in instances 1, 3, 5, 7, 9, 11" in apart(batched)
+
+
+@pytest.mark.parametrize("cache_size", [None, 1])
+def test_instances_are_told_apart_in_several_ways_at_once(cache_size):
+    """As few as are kept, what one does does not make another be looked at for ever."""
+
+    def fn(weight, triple):
+        x, y, z = triple
+        return ((x + y) * z).sum(0) @ weight
+
+    options = {} if cache_size is None else {"cache_size": cache_size}
+    batched = jedbatch.batch(fn, **options)
+    given = arrays((1, 5, 5), (5, 1, 5), (5, 5, 1), (4, 4, 4), (3, 3, 3), (1, 1, 4))
+    assert_close(batched(WEIGHT, given), jnp.stack([fn(WEIGHT, x) for x in given]), 1e-5)
 
 
 def test_what_one_form_has_shown_is_known_of_others():
