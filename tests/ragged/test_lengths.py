@@ -320,6 +320,7 @@ def test_an_instance_without_a_rule_for_lengths_runs_by_itself(begins):
     assert "graph     0 nodes of 0 types" in str(
         batched.plan(WEIGHT, marked((9, 10, 11), (0, 0, 0)))
     )
+    batched(WEIGHT, marked((9, 10, 11), (0, 0, 0)))
     compilations = batched.compilations
     for lengths in ((3, 7, 5), (2, 6, 8)):
         batched(WEIGHT, marked(lengths, (0, 0, 0)))
