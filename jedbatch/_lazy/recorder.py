@@ -46,7 +46,6 @@ from jedbatch._support.types import Leaf
 from jedbatch.errors import RecompilationWarning, SymbolicValueError
 
 MANY_WEIGHTS = 64  # of one type, read first by one operation, before we warn
-ROUNDS_PER_COLLECTION = 16  # rounds of one scope between collections of garbage
 FEW_FUTURES = 64  # that wait: not worth a look whether they are garbage
 NODES_PER_FUTURE = 16  # nodes per future that waits, in a scope that lets go of most
 
@@ -297,8 +296,6 @@ class LazyRecorder(Recorder):
             raise
         finally:
             self._start_again()
-        if len(self.scope.rounds) % ROUNDS_PER_COLLECTION == 0:
-            gc.collect(1)  # which does not happen by itself while a scope lasts
 
     def _waiting(self) -> list[Any]:
         return [future for ref in self.futures if (future := ref()) is not None]

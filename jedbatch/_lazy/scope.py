@@ -28,6 +28,7 @@ everywhere in jedbatch.
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple
 
@@ -43,7 +44,7 @@ from jedbatch._lazy.recorder import LazyRecorder, Scope
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._record.cell import recording
-from jedbatch._record.trace import begin_recording, ending, trace_of_caller
+from jedbatch._record.trace import ending, trace_of_caller
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.options import Options
 from jedbatch._session.pipeline import make_plan, run_plan
@@ -83,8 +84,10 @@ class Lazy:
 
     A scope inside of another belongs to it; at its end, too, all is computed. Inside of a batched
     function a scope does nothing, since all is recorded anyway. A scope left by an exception
-    computes nothing, and its futures have no value. Each thread has its own scopes. Recursion is as
-    deep as Python allows, which `sys.setrecursionlimit` changes.
+    computes nothing, and its futures have no value. Each thread has its own scopes. A scope that a
+    generator opens lasts until it is left, also while the generator is suspended; it must be left
+    in the thread that it was opened in. Recursion is as deep as Python allows, which
+    `sys.setrecursionlimit` changes.
 
     Under `jax.jit` the end of a scope becomes part of the program that is traced, which is
     compiled again for every topology; `if` and `print` of a value raise a `SymbolicValueError`.
@@ -170,17 +173,18 @@ class Lazy:
         except IndexError:
             scope = self._new_kept()
         recorder = LazyRecorder(scope.session.registry, caller, self._compute_with(scope), Scope())
-        end = ending(recorder)
+        end, is_here = ending(recorder), _is_here()
         try:
             with (
-                Restored(end),
-                Restored(end),
-                set_current_trace(caller),
-                set_current_trace(recorder),
+                _Inside(is_here, Restored(end)),
+                _Inside(is_here, Restored(end)),
+                _Inside(is_here, set_current_trace(caller)),
+                _Inside(is_here, set_current_trace(recorder)),
             ):
-                begin_recording(recorder)
+                recording.recorder = recorder
                 yield recorder.scope
-                recorder.compute()
+                if is_here():
+                    recorder.compute()
         except RecursionError as error:
             error.add_note(
                 "A lazy scope recurses as deep as Python does: `sys.setrecursionlimit` allows "
@@ -188,6 +192,12 @@ class Lazy:
             )
             raise
         finally:
+            if not is_here():
+                raise RuntimeError(
+                    "a lazy scope is left in another thread than the one it was opened in, where "
+                    "it lasts; expected the same thread. A generator or a coroutine with a scope "
+                    "in it must run in one thread until it has left the scope."
+                )
             registry = scope.session.registry
             if len(registry.node_types) + len(registry.shared) <= MANY_TYPES:
                 free.append(scope)
@@ -221,6 +231,26 @@ class Lazy:
             return plan.host.placed.layout, dict(arenas)
 
         return compute
+
+
+class _Inside:
+    """A context that is left only where it was entered."""
+
+    def __init__(self, is_here: Callable[[], bool], context: Any):
+        self._is_here, self._context = is_here, context
+
+    def __enter__(self) -> None:
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        if self._is_here():
+            self._context.__exit__(*error)
+
+
+def _is_here() -> Callable[[], bool]:
+    """Returns what says whether it is called in the thread of now."""
+    thread = threading.get_ident()
+    return lambda: threading.get_ident() == thread
 
 
 class Kept(NamedTuple):

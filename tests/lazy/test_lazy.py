@@ -1,5 +1,6 @@
 """Inside of a lazy scope a loop over instances is batched as it runs, and gives what it gave."""
 
+import asyncio
 import collections
 import copy
 import gc
@@ -387,6 +388,91 @@ def test_a_future_of_another_thread():
 
 
 @pytest.mark.slow
+def numbers(count=3):
+    with jedbatch.lazy():
+        for i in range(count):
+            yield leaf(PARAMS, i)
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_suspended_generator_leaves_the_collector_as_it_was(collects):
+    """And other calls work meanwhile, and afterwards, however it ends."""
+    was_enabled, batched = gc.isenabled(), jedbatch.batch(leaf)
+    (gc.enable if collects else gc.disable)()
+
+    def check():
+        assert gc.isenabled() == collects
+        assert_close(batched(PARAMS, [1, 2]), expected, 1e-6)
+
+    def fail(generator):
+        with pytest.raises(KeyError, match="stop"):
+            generator.throw(KeyError("stop"))
+
+    try:
+        expected = jnp.stack([leaf(PARAMS, i) for i in (1, 2)])
+        for end in (list, fail, lambda g: g.close(), lambda g: None):
+            generator, beside = numbers(), numbers(1)
+            first, _ = next(generator), next(beside)
+            check()
+            assert_close(jnp.asarray(first), leaf(PARAMS, 0), 1e-6)
+            end(generator)
+            del generator
+            check()
+            beside.close()
+            assert not isinstance(leaf(PARAMS, 1) + 1, jax.core.Tracer)
+        for i, (a, b) in enumerate(zip(numbers(), numbers(), strict=True)):
+            assert_close([np.asarray(a), np.asarray(b)], [np.asarray(leaf(PARAMS, i))] * 2, 1e-6)
+        check()
+    finally:
+        (gc.enable if was_enabled else gc.disable)()
+
+
+def test_tasks_that_wait_inside_of_scopes():
+    async def encode(i):
+        with jedbatch.lazy():
+            x = leaf(PARAMS, i)
+            await asyncio.sleep(0.01 * (3 - i))
+            assert gc.isenabled()
+            x = node(PARAMS, x, x)
+        return np.asarray(x)
+
+    async def together():
+        return await asyncio.gather(*map(encode, range(3)))
+
+    leaves = [leaf(PARAMS, i) for i in range(3)]
+    assert_close(asyncio.run(together()), [np.asarray(node(PARAMS, x, x)) for x in leaves], 1e-6)
+
+
+@pytest.mark.parametrize("end", [lambda g: g.close(), list])
+def test_a_scope_is_left_in_the_thread_that_opened_it(end):
+    errors = []
+
+    def run():
+        with pytest.raises(RuntimeError, match=r"left in another thread .* in one thread"):
+            end(generator)
+        errors.append(leaf(PARAMS, 1) + 1)  # of this thread, which has no scope
+
+    def begin():
+        generator = numbers()
+        first = next(generator)
+        return generator, first
+
+    def there():
+        nonlocal generator
+        generator, first = begin()
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        got.append((np.asarray(first), np.asarray(leaf(PARAMS, 2))))  # where the scope lasts
+
+    generator, got = None, []
+    other = threading.Thread(target=there)
+    other.start()
+    other.join()
+    assert not isinstance(errors[0], jax.core.Tracer)
+    assert_close(got, [(np.asarray(leaf(PARAMS, 0)), np.asarray(leaf(PARAMS, 2)))], 1e-6)
+
+
 def test_options():
     for options in (
         {"executor": "dispatch"},
