@@ -533,7 +533,8 @@ class Recorder(Trace):
         """
         if self.registry.reached:
             args = [self.symbol(x) if self.is_weight_reached(x) else x for x in args]
-        if not is_ragged and not any(isinstance(x, Tracer) for x in args):
+        is_computed_before = not is_ragged and not self.registry.is_bounded(key, call, args)
+        if is_computed_before and not any(isinstance(x, Tracer) for x in args):
             return self._constant(key, call, args)
         tracers = {i: self.symbol(x) for i, x in enumerate(args) if isinstance(x, Tracer)}
         indices = {i: s.index if isinstance(s, Shared) else VALUE for i, s in tracers.items()}
@@ -541,7 +542,7 @@ class Recorder(Trace):
         values = known.values_of(name, key, len(args), indices, shared_values)
         tracers |= {i: self.shared_value(tracers[i]) for i in values}
         shared = tuple(s.index for s in tracers.values() if isinstance(s, Shared))
-        if len(shared) == len(tracers) and not is_ragged:
+        if len(shared) == len(tracers) and is_computed_before:
             numbers = tuple(map(identity_of_constant, (x for x in args if not np.ndim(x))))
             arrays = tuple(map(identity_of_constant, filter(self._is_value, args)))
             if not self.registry.varies(key, shared, numbers, arrays):

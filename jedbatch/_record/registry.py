@@ -66,6 +66,7 @@ class Registry:
       structure, containers: of the shared arguments; see `_record.containers`.
       node_types, value_types, shared, call_specs, groups: what is interned, by id. The leaves of
         the shared arguments come first among the shared values.
+      bounds_loops: whether loops have a bound (`max_steps`).
       avals: the value types as JAX has them.
       ragged_types: those of them with ragged axes as user code gets them, by their ids.
       calls: call specs by the description of a call (see `fast_path`).
@@ -91,9 +92,12 @@ class Registry:
       chains: how operators on one value, and static indices, were recorded.
     """
 
-    def __init__(self, leaf_avals: Sequence[ShapedArray], structure: PyTreeDef):
+    def __init__(
+        self, leaf_avals: Sequence[ShapedArray], structure: PyTreeDef, bounds_loops: bool = False
+    ):
         self.structure = structure
         self.num_leaves = len(leaf_avals)
+        self.bounds_loops = bounds_loops
         self.containers: list[tuple[Hashable | None, bool]] | None = None
         self.node_types: list[NodeType] = []
         self.lines: dict[int, str] = {}  # of the user's code, where each type was met first
@@ -547,6 +551,17 @@ class Registry:
         return array is not None and not isinstance(array, Tracer)
 
     # --- shared values ---
+
+    def is_bounded(self, key: Hashable, call: Callable, args: Sequence[Any]) -> bool:
+        """Returns whether an operation has loops with a bound, which nodes alone observe."""
+        if not self.bounds_loops:
+            return False
+        full = ("bounded", key)
+        if full not in self._ids:
+            with pause():
+                closed = jax.make_jaxpr(lambda *xs: call(*xs))(*map(jax.typeof, args))
+            self._ids[full] = performs(closed, "while")
+        return self._ids[full]
 
     def shared_results(self, key: tuple, call: Callable, args: tuple[int, ...]) -> list[int]:
         """Ids of the results of `call(*shared values)`, which is traced if it is new.

@@ -111,7 +111,7 @@ class Session:
           key: of this session among those of the batched function.
           lane_policy: which block runs next where nodes are at different places of a program.
         """
-        registry = Registry(avals, structure)
+        registry = Registry(avals, structure, options.max_steps is not None)
         programs = ProgramCache(
             registry,
             target,

@@ -222,6 +222,38 @@ def test_rows_of_arrays_are_named():
     np.testing.assert_array_equal(np.isnan(out).any(1), np.arange(70) == 3)
 
 
+def count_to(n):
+    return lax.while_loop(lambda i: i != n, lambda i: i + 1, 0)
+
+
+ANYWHERE = {  # the program, its shared argument; instances, of which number 1 may not end
+    "shared": (lambda n, x: x * count_to(n), [(3, [1.0, 2.0]), (-1, [1.0, 2.0])]),
+    "shared, in a call": (
+        lambda n, x: x * jax.jit(count_to)(n),
+        [(3, [1.0, 2.0]), (-1, [1.0, 2.0])],
+    ),
+    "a number": (lambda p, n: p * count_to(n), [(2, [1, 3]), (2, [1, -1])]),
+    "rows of any length": (
+        lambda p, x: lax.scan(lambda c, n: (c + count_to(n), c), 0, x)[0] * p,
+        [
+            (2, [np.array([1, 2, 3]), np.array([2])]),
+            (2, [np.array([1, 2, 3]), np.array([2, -1])]),
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ANYWHERE)
+def test_loops_are_bounded_wherever_they_are_computed(name):
+    fn, ((ends, good), (never, bad)) = ANYWHERE[name]
+    batched = jedbatch.batch(fn, max_steps=BOUND)
+    theirs = jnp.stack([jnp.asarray(fn(ends, x)) for x in good])
+    np.testing.assert_allclose(batched(jnp.int32(ends), good), theirs)
+    with pytest.raises(UnfinishedLoopError, match="max_steps=7") as caught:
+        batched(jnp.int32(never), bad)
+    assert 1 in caught.value.instances
+
+
 def test_rounds_have_the_same_bound():
     def decide(w, instance):
         n, x = instance
