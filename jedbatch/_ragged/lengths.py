@@ -13,6 +13,9 @@ From then on instances of this family are told apart by whether these two are eq
 both arrays have one symbol; where not, the instance is recorded by itself, or by its shapes if that
 fails. So the key of an instance says which of its lengths must be equal, and no record is used for
 an instance that it does not hold for.
+
+An instance with an operation that has no rule for lengths is recorded by its shapes, as are all
+with the same key; others are not.
 """
 
 import functools

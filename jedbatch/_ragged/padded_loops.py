@@ -34,7 +34,7 @@ from jax.extend.core import Literal, Var
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.gates import Gates, has_finite_derivatives
-from jedbatch._jaxpr.interpret import interpret
+from jedbatch._jaxpr.interpret import inner_programs, interpret
 from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, symbols_in
 from jedbatch._jaxpr.versions import Equation, consts_of, scan_parts, without_consts
 from jedbatch._ragged.axis_rules import SCATTERS
@@ -104,6 +104,15 @@ def find_count(eqn: Equation) -> CountedLoop | None:
     if results[limit] is not carried[limit]:
         return None
     return CountedLoop(counter, num_before + num_consts + limit)
+
+
+def may_not_end(program: Any) -> bool:
+    """Returns whether a program has, however deep, a `while` that does not count to a limit."""
+    return any(
+        (eqn.primitive.name == "while" and find_count(eqn) is None)
+        or any(map(may_not_end, inner_programs(eqn)))
+        for eqn in without_consts(program).eqns
+    )
 
 
 def find_limit(node_type: NodeType) -> int | None:

@@ -29,13 +29,13 @@ import numpy as np
 from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
-from jedbatch._jaxpr.interpret import any_performs, has_gradient, performs, work
+from jedbatch._jaxpr.interpret import any_performs, has_gradient, work
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
 from jedbatch._jaxpr.versions import without_consts
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.packed_program import PackedProgram
-from jedbatch._ragged.padded_loops import find_limit
+from jedbatch._ragged.padded_loops import find_limit, may_not_end
 from jedbatch._ragged.phases import INSIDE, find_phases
 from jedbatch._ragged.renaming import written_type
 from jedbatch._ragged.tile_types import RaggedNodeType, TileTypes
@@ -329,7 +329,7 @@ class Regions:
         region = self._ids.get(key)
         if region is None:
             shared, operands, closed, shapes = make()
-            if self.registry.bounds_loops and performs(closed, "while"):
+            if self.registry.bounds_loops and may_not_end(closed):
                 raise CannotMergeError("loops that `max_steps` bounds are not run packed")
             packed = PackedProgram(find_phases(closed, len(shared)), self.registry.keys.jaxpr_key)
             packed.try_out([self.registry.shared[s].aval for s in shared])
