@@ -23,6 +23,7 @@ from jedbatch._ragged.lengths import RaggedTypes
 from jedbatch._ragged.regions import RaggedRecord
 from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.environment import Reached
+from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import (
     ClassesMet,
