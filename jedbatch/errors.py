@@ -33,6 +33,11 @@ class SymbolicValueError(TypeError):
     - Under `jax.jit`, `jax.vmap`, `jax.checkpoint` or a second derivative around the batched
       function, with arguments they trace: there are no values there, only tracers of JAX. A lazy
       scope has them in derivatives of any order.
+    - Under `jax.grad`, where a value that depends on what is differentiated would become a number
+      or an array of NumPy: by `float()`, `complex()`, `.item()`, `.tolist()`, `numpy.asarray` or
+      functions of `numpy` and `math`. It would come back as a constant, with a gradient of 0. The
+      message names the line and, if there is one, the function of `jax.numpy` to write. `if`,
+      `while`, `int()` and indices decide there as elsewhere.
     - Inside of a block that changes the state of the thread, such as
       `with jax.default_matmul_precision(...)` or a module of Flax that is being applied: other
       instances go on while this one waits, and the state would hold for them too. Decide between

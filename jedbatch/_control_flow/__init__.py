@@ -23,7 +23,8 @@ Read in this order:
 14. `path_log`: `PathLog`: what instances record between decisions, noted while Python runs, to be
     learned.
 15. `following`: Instances that go on along known paths, without Python.
-16. `attempt`: `Attempt`: the rounds of a call, unless it has to begin again.
-17. `rounds`: Control flow on values: compute what is recorded, decide, record on.
-18. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
+16. `moving`: `Moving`: which values depend on what a call is differentiated with respect to.
+17. `attempt`: `Attempt`: the rounds of a call, unless it has to begin again.
+18. `rounds`: Control flow on values: compute what is recorded, decide, record on.
+19. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
 """

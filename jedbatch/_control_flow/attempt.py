@@ -19,17 +19,20 @@ from jedbatch._control_flow.depths import Depths
 from jedbatch._control_flow.fibers import Fibers
 from jedbatch._control_flow.following import Following
 from jedbatch._control_flow.known_paths import InstanceResult, KnownPaths
+from jedbatch._control_flow.moving import Moving
 from jedbatch._control_flow.path_log import PathLog
 from jedbatch._control_flow.steps import BEFORE, COUNTS, LAST, NOW, Steps
 from jedbatch._control_flow.workspace import Workspace
 from jedbatch._graph.paths import int64_of
 from jedbatch._jaxpr.configuration import configuration
+from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind, is_key
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._layout.layout import Layout
 from jedbatch._program.host_arrays import rows_apart, rows_of_inputs
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._record.cell import pause, recording
+from jedbatch._record.failures import lost_gradient
 from jedbatch._record.instance_arrays import flatten
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.symbols import Shared, Symbol, Value
@@ -58,7 +61,7 @@ class Attempt:
         arrays: Sequence[Sequence[Array]],
         tracers: Sequence[Leaf],
         outside: dict[Hashable, Any],
-        saving: bool,
+        moving: tuple | None = None,
         size: int | None = None,
     ):
         """Prepares recording.
@@ -69,7 +72,8 @@ class Attempt:
           arrays: of the instances.
           tracers: values of those that were met before.
           outside: values that programs read from outside, by name (see `SharedValue`).
-          saving: whether everything is kept that the reverse would read.
+          moving: what is differentiated (see `Moving`), so that everything is kept that the reverse
+            reads; None if nothing is.
           size: of the workspace, which says whose programs it begins with.
         """
         session = call.session
@@ -77,6 +81,9 @@ class Attempt:
             session.registry, trace_of_caller(), read=self._read, together=self._together
         )
         self.recorder.keeps_types = True
+        self.saving = saving = moving is not None
+        self._moving = None if moving is None else Moving(self.recorder, moving, session.followed)
+        self.recorder.leaving = self._leave if saving else None
         self.recorder.tracers += call.tracers
         self.workspace = Workspace(
             session.programs,
@@ -91,7 +98,6 @@ class Attempt:
         self.form = OutputSpec((), (), None)
         self._call = call
         self._session = session
-        self.saving = saving
         self._leaves, self._arrays, self._outside = leaves, arrays, outside
         self._num_tracers = len(tracers)
         self._configuration = configuration()
@@ -271,6 +277,13 @@ class Attempt:
         value = self._known_value(key)
         assert value is not None
         return value
+
+    def _leave(self, symbol: Symbol, what: str) -> None:
+        """Raises `SymbolicValueError` if a value loses its gradient as it leaves JAX, by `what`."""
+        if self._moving is None or not has_gradient(symbol.dtype):
+            return
+        if self._moving.has(symbol, self._fibers.current):
+            raise SymbolicValueError(lost_gradient(what, symbol.aval))
 
     def _known_value(self, key: int) -> np.ndarray | None:
         """The value of a result or an input that was read; None if it was not."""

@@ -140,7 +140,7 @@ class OpenAttempt(Attempt):
 
     def __init__(self, call: Continuous, leaves: Sequence[Leaf], outside: dict[Hashable, Any]):
         arrays: list[Sequence[Array]] = []
-        super().__init__(call, leaves, arrays, (), outside, saving=False, size=-call.room)
+        super().__init__(call, leaves, arrays, (), outside, size=-call.room)
         self.errors: dict[int, Exception] = {}
         self._open_call = call
         self._all_arrays = arrays  # which the workspace has, too

@@ -134,7 +134,7 @@ class Stepwise:
     ) -> Any:
         arguments = list(leaves), [list(x) for x in arrays], list(self.tracers), list(reached)
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
-            outputs = self._compute(*arguments, saving=False)
+            outputs = self._compute(*arguments)
         else:
             moving = any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments[1]))
             outputs = self._differentiable(moving)(*arguments)
@@ -161,14 +161,13 @@ class Stepwise:
 
         @jax.custom_vjp
         def run(leaves, arrays, tracers, reached):
-            outputs = self._compute(leaves, arrays, tracers, reached, saving=False)
+            outputs = self._compute(leaves, arrays, tracers, reached)
             return self._split(outputs)
 
         def forwards(*primals):
-            leaves, arrays, tracers, reached = custom_vjp_primal_tree_values(primals)
-            outputs = self._compute(leaves, arrays, tracers, reached, saving=True)
-            residuals = leaves, arrays, tracers, reached, self._latest.workspace.state
-            return self._split(outputs), residuals
+            given = custom_vjp_primal_tree_values(primals)
+            outputs = self._compute(*given, moving=jax.tree.map(lambda x: x.perturbed, primals))
+            return self._split(outputs), (*given, self._latest.workspace.state)
 
         run.defvjp(forwards, functools.partial(self._backwards, moving), symbolic_zeros=True)
         return run
@@ -211,8 +210,11 @@ class Stepwise:
 
     # --- rounds ---
 
-    def _compute(self, leaves, arrays, tracers, reached, saving: bool) -> Any:
-        """Runs all rounds; returns the rows that are returned from each arena."""
+    def _compute(self, leaves, arrays, tracers, reached, moving: PyTree = None) -> Any:
+        """Runs all rounds; returns the rows that are returned from each arena.
+
+        Under a derivative `moving` says which of the others are differentiated.
+        """
         given = leaves, arrays, tracers, reached
         if any(isinstance(x, Tracer) for x in jax.tree.leaves(given)):
             raise SymbolicValueError(
@@ -222,9 +224,9 @@ class Stepwise:
                 "`jedbatch.lazy` has values in derivatives of any order. "
                 "`help(jedbatch.errors.SymbolicValueError)` says more."
             )
-        return deeply(functools.partial(self._compute_alone, given, saving))
+        return deeply(functools.partial(self._compute_alone, given, moving))
 
-    def _compute_alone(self, given: PyTree, saving: bool) -> Any:
+    def _compute_alone(self, given: PyTree, moving: PyTree) -> Any:
         """Does the same, with recursion as deep as this thread allows."""
         leaves, arrays, tracers, reached = given
         # `ensure_compile_time_eval` would also fold constants of cells while these are traced, into
@@ -232,7 +234,9 @@ class Stepwise:
         with set_current_trace(trace_of_caller()), set_current_trace(EAGER):
             self.rounds.clear()
             outside = self._outside(tracers, reached)
-            self._attempt = attempt = Attempt(self, leaves, arrays, tracers, outside, saving)
+            if moving is not None:
+                moving = *moving[:2], self._outside(*moving[2:])
+            self._attempt = attempt = Attempt(self, leaves, arrays, tracers, outside, moving)
             end = ending(attempt.recorder)
             with Restored(end), Restored(end), set_current_trace(attempt.recorder):
                 begin_recording(attempt.recorder)

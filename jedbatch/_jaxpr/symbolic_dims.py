@@ -148,13 +148,19 @@ def is_user_code(frame: FrameType) -> bool:
     return _role_of(frame) == "user"
 
 
-def line_of_user() -> str:
-    """Returns "file:line" of the user's code that a recorder is called from; "" if none is."""
+def frame_of_user() -> FrameType | None:
+    """Returns the frame of the user's code that a recorder is called from; None if none is."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not is_user_code(frame):
         if frame.f_globals.get("__name__", "").startswith("jedbatch._session"):
-            return ""  # what called the recorder is us, and the user is who called us
+            return None  # what called the recorder is us, and the user is who called us
         frame = frame.f_back
+    return frame
+
+
+def line_of_user() -> str:
+    """Returns "file:line" of the user's code that a recorder is called from; "" if none is."""
+    frame = frame_of_user()
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 

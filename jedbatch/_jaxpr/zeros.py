@@ -22,6 +22,7 @@ from jedbatch._jaxpr.interpret import (
     REBUILT,
     Bindings,
     bodies_of,
+    has_gradient,
     is_fixed,
     names_in,
     run_equation,
@@ -31,6 +32,7 @@ from jedbatch._jaxpr.interpret import (
     value_of,
 )
 from jedbatch._jaxpr.versions import (
+    ClosedProgram,
     Equation,
     OpenProgram,
     consts_of,
@@ -95,6 +97,27 @@ def _sources_in_scan(eqn: Equation, operands: Sequence[Sources]) -> list[Sources
         if after == before:
             return found
         found[first : first + count] = after
+
+
+def followed(closed: ClosedProgram) -> list[Sources]:
+    """For each result of a program the numbers of the arguments that it has a derivative by.
+
+    What JAX knows to have none, as behind `stop_gradient`, `floor` or an integer, has none here.
+    """
+    types = closed.in_avals
+    moving = [k for k, x in enumerate(types) if has_gradient(x.dtype)]
+
+    def push(args: Sequence[Array], tangents: Sequence[Array]) -> list[Any]:
+        def run(*moved: Array) -> list[Array]:
+            given = dict(enumerate(args)) | dict(zip(moving, moved, strict=True))
+            return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *given.values())
+
+        return jax.jvp(run, [args[k] for k in moving], tangents)[1]
+
+    pushed = jax.make_jaxpr(push)(types, [types[k] for k in moving]).jaxpr
+    given = {v: frozenset([k]) for k, v in zip(moving, pushed.invars[len(types) :], strict=True)}
+    sources = find_sources(pushed, given)
+    return [_source(v, sources) for v in pushed.outvars]
 
 
 def where_alive(alive: Array, x: Array) -> Array:

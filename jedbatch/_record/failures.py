@@ -4,16 +4,21 @@ JAX knows neither cells nor instances, and its traceback leads through modules o
 """
 
 import inspect
+import linecache
+import operator
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
 from jedbatch import checks
 from jedbatch._graph.types import ValueType
-from jedbatch._jaxpr.symbolic_dims import is_user_code, line_of_user
+from jedbatch._jaxpr.symbolic_dims import frame_of_user, is_user_code, line_of_user
 from jedbatch._record.cell import spelled
 from jedbatch._record.instance_arrays import array_type, is_array
 from jedbatch._support.types import Leaf, PyTree
@@ -86,6 +91,54 @@ def note_operation(error: Exception, name: str, operands: Sequence[Leaf]) -> Non
         return
     types = ", ".join(map(_type_of, operands))
     error.add_note(f"This happened{place_of(error)}{IN_OPERATION}{name}` of {types}.")
+
+
+def lost_gradient(what: str, aval: Any) -> str:
+    """Returns the message of an error: an array leaves JAX, by `what`, and has a gradient."""
+    frame = frame_of_user()
+    call = _source_of(frame)
+    written = f"`{call}`" if call else what
+    place = f" at {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
+    function = _in_jax(call)
+    instead = f"write `{function}` instead" if function else "compute with the array as it is"
+    return (
+        f"{written}{place} takes the value of an array {aval.str_short()} out of JAX, by {what}, "
+        "and a gradient is wanted through it, which would be lost there. Expected operations of "
+        f"JAX: {instead}. To decide, compare arrays, or use `if`, `while` or `int()`; for a number "
+        "without a gradient write `jax.lax.stop_gradient` around the array. "
+        "`help(jedbatch.errors.SymbolicValueError)` says more."
+    )
+
+
+def _source_of(frame: FrameType | None) -> str:
+    """Returns the source of what a frame is at, on one line; "" if it is not known."""
+    positions = None if frame is None else inspect.getframeinfo(frame, context=0).positions
+    if frame is None or positions is None or None in positions:
+        return ""
+    first, last, begin, end = (x or 0 for x in positions)
+    found = linecache.getlines(frame.f_code.co_filename, frame.f_globals)[first - 1 : last]
+    lines = [line.encode() for line in found]
+    if not lines:
+        return ""
+    lines[-1] = lines[-1][:end]  # before the first, which may be the same
+    lines[0] = lines[0][begin:]
+    return b" ".join(map(bytes.strip, lines)).decode()
+
+
+def _in_jax(call: str) -> str:
+    """Returns the function of `jax.numpy` that has the name of the one called; "" if none has.
+
+    Of `np.linalg.norm(h)` and of `math.exp(h)` these are `jnp.linalg.norm` and `jnp.exp`.
+    """
+    name = call.partition("(")[0].strip()
+    for path in (name.partition(".")[2], name, f"linalg.{name}"):
+        try:
+            function = operator.attrgetter(path)(jnp)
+        except AttributeError:
+            continue
+        if path and callable(function):
+            return f"jnp.{path}"
+    return ""
 
 
 def _types_of(fn: Callable, args: tuple) -> Iterator[str]:

@@ -8,10 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.core import ShapedArray
-from jax.extend.core import Var
 
-from jedbatch._jaxpr.interpret import dependents, inlined
-from jedbatch._jaxpr.versions import ClosedProgram
+from jedbatch._jaxpr.zeros import followed
 from jedbatch._record.cell import pause
 from jedbatch._support.types import Leaf
 
@@ -34,7 +32,15 @@ class SharedValue:
     args: tuple[int, ...] = ()
     result: int = 0
     applied: dict[Hashable, int] = field(default_factory=dict)  # times each operation led to it
-    follows: tuple[int, ...] = ()
+    followed: Callable[[], Any] | None = None  # the arguments that have a derivative, by result
+
+    @property
+    def follows(self) -> tuple[int, ...]:
+        """The earlier shared values that it has a derivative with respect to."""
+        if self.followed is None:
+            return ()
+        with pause():
+            return tuple([self.args[k] for k in sorted(self.followed()[self.result])])
 
 
 def owned(const: object) -> Any:
@@ -54,23 +60,10 @@ def derived(
     for x in given:
         applied.update((k, max(n, applied.get(k, 0))) for k, n in x.applied.items())
     applied[operation] = applied.get(operation, 0) + 1
-    follows = _followed(closed, args)
+    of_results = functools.cache(lambda: followed(closed))
     return [
-        SharedValue(aval, call=call, args=args, result=k, applied=applied, follows=follows[k])
+        SharedValue(aval, call=call, args=args, result=k, applied=applied, followed=of_results)
         for k, aval in enumerate(closed.out_avals)
-    ]
-
-
-def _followed(closed: ClosedProgram, args: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """For each result of a program those of its arguments that it moves with."""
-    jaxpr = inlined(closed).jaxpr
-    equations = [e for e in jaxpr.eqns if e.primitive.name != "stop_gradient"]
-    moving = [dependents(jaxpr.replace(eqns=equations), [v]) for v in jaxpr.invars]
-    return [
-        tuple(a for a, found in zip(args, moving, strict=True) if v in found)
-        if isinstance(v, Var)
-        else ()
-        for v in jaxpr.outvars
     ]
 
 

@@ -48,6 +48,7 @@ class RecorderLike(Protocol):
     kept: list[Any]
     containers: dict[int, tuple[Hashable, None]]
     cells: dict[Any, Any]
+    leaving: Callable[["Symbol", str], None] | None
 
     @property
     def result(self) -> type["Value"]: ...
@@ -130,6 +131,18 @@ def by_value(what: str, convert: Callable) -> Callable:
     return method
 
 
+def by_constant(what: str, convert: Callable) -> Callable:
+    """The same for what becomes a number of Python or an array of NumPy, which has no gradient."""
+    of_value = by_value(what, convert)
+
+    def method(self: "Symbol", *args: Any, **kwargs: Any) -> Any:
+        if type(self) in (Value, Shared) and self._trace.leaving is not None:
+            self._trace.leaving(self, what)
+        return of_value(self, *args, **kwargs)
+
+    return method
+
+
 def _remembering(name: str) -> Callable:
     """An operator that does what that of a tracer does, the second time faster."""
     of_tracer = getattr(Tracer, name)
@@ -168,12 +181,12 @@ class Symbol(Tracer):
 
     __bool__ = by_value("`if`, `while`, `and`, `or`, `not` or `bool()`", bool)
     __int__ = by_value("`int()`", int)
-    __float__ = by_value("`float()`", float)
-    __complex__ = by_value("`complex()`", complex)
     __index__ = by_value("`range()` or indexing a Python list", operator.index)
-    __array__ = by_value("`numpy.asarray`", np.asarray)
-    item = by_value("`.item()`", lambda value, *args: value.item(*args))
-    tolist = by_value("`.tolist()`", lambda value: value.tolist())
+    __float__ = by_constant("`float()`", float)
+    __complex__ = by_constant("`complex()`", complex)
+    __array__ = by_constant("`numpy.asarray`", np.asarray)
+    item = by_constant("`.item()`", lambda value, *args: np.asarray(value).item(*args))
+    tolist = by_constant("`.tolist()`", lambda value: value.tolist())
 
     __add__, __radd__ = _remembering("__add__"), _remembering("__radd__")
     __sub__, __rsub__ = _remembering("__sub__"), _remembering("__rsub__")

@@ -13,6 +13,7 @@ from jedbatch._graph.record import Record
 from jedbatch._graph.structures import Structure, Structures
 from jedbatch._graph.types import NodeType
 from jedbatch._jaxpr.lane_steps import LaneForms
+from jedbatch._jaxpr.zeros import Sources
 from jedbatch._kernel.target import Target
 from jedbatch._record.environment import Environment
 from jedbatch._record.granularity.projections import Projections
@@ -62,6 +63,7 @@ class Session:
       refilled: programs for streams, by the structure of an instance and the size of minibatches.
       paths: of functions that decide on values, what is known of instances (see
         `_control_flow.known_paths`).
+      followed: of types of nodes the operands that each result has a derivative by, if asked.
       of_thread: what each thread keeps for itself.
     """
 
@@ -87,6 +89,7 @@ class Session:
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
     paths: Memory = field(default_factory=lambda: Memory(0))
+    followed: dict[int, list[Sources]] = field(default_factory=dict)
     of_thread: threading.local = field(default_factory=threading.local)
 
     @classmethod
