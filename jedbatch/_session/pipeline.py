@@ -95,8 +95,16 @@ class Arranged(NamedTuple):
         parts = [self.lowered.table, self.reverse_table, self.assembly]
         return 4 * self.graph.nbytes + sum(x.nbytes for x in parts if x is not None)
 
-    def with_inputs(self, inputs: Sequence[InputRows]) -> "Arranged":
-        """Returns the same for instances whose inputs have other values."""
+    def again(self, records: Sequence[Record]) -> "Arranged | None":
+        """Returns the same for instances whose inputs have other values.
+
+        None if other elements of lists exist, since lengths of lists are values of inputs.
+        """
+        moved = self._with_inputs([x for r in records for x in r.whole.chunks[r.index]])
+        own, others = self.lowered.placed.exist, moved.lowered.placed.exist
+        return moved if all(np.array_equal(own[t], others[t]) for t in own) else None
+
+    def _with_inputs(self, inputs: Sequence[InputRows]) -> "Arranged":
         graph, placed = _copied(self.graph, inputs=tuple(inputs)), self.lowered.placed
         for of_inputs in ("chunks", "nbytes"):
             graph.__dict__.pop(of_inputs, None)
@@ -106,11 +114,6 @@ class Arranged(NamedTuple):
             moved.__dict__.pop(of_inputs, None)
         lowered = _copied(self.lowered, placed=moved)
         return self._replace(graph=graph, lowered=lowered)
-
-    def has_lists_of(self, other: "Arranged") -> bool:
-        """Returns whether the same elements of lists exist in another minibatch of these graphs."""
-        own, others = self.lowered.placed.exist, other.lowered.placed.exist
-        return all(np.array_equal(own[t], others[t]) for t in own)
 
 
 def _copied(x: Any, **changes: Any) -> Any:
@@ -252,7 +255,7 @@ def plan_again(
     Of a few, or of such with ragged arrays, it is enough that others with graphs of the same form
     were. All but the values of their inputs, and the lengths of arrays, is as it was then.
     """
-    by_form = are_few(records) or some_are_ragged(records)
+    by_form = are_by_form(records)
     if tracers or (num_known < len(records) and not by_form):
         return None
     key = minibatch_key(session, records, policy, gradient, keeps, stacked)
@@ -262,9 +265,8 @@ def plan_again(
     ):
         return None
     if by_form:
-        before = arranged
-        arranged = arranged.with_inputs([x for r in records for x in r.whole.chunks[r.index]])
-        if not arranged.has_lists_of(before):  # whose lengths are values of inputs
+        arranged = arranged.again(records)
+        if arranged is None:
             return None
     elif arranged.assembly is None:
         assembly = Assembly(arranged.lowered.signature.input_rooms, records)
@@ -302,6 +304,11 @@ def minibatch_key(
         short_form = session.structures.short_form
         parts = [short_form(r) if type(r) is RaggedRecord else r for r in records]
     return (*parts, Same(policy), version_of(policy), gradient, keeps, stacked)
+
+
+def are_by_form(records: Sequence[Record]) -> bool:
+    """Returns whether what is kept of these instances may be of others of their forms."""
+    return are_few(records) or some_are_ragged(records)
 
 
 def are_few(records: Sequence[Record]) -> bool:

@@ -59,6 +59,7 @@ from jedbatch._session.pipeline import (
     NO_SECONDS,
     STAGES,
     Arranged,
+    are_by_form,
     minibatch_key,
     permit_derivative,
     programs_of,
@@ -88,6 +89,12 @@ class ArrangedShards(NamedTuple):
     shards: list[Arranged]
     form: OutputSpec
     routes: tuple[Route, ...]
+
+    def again(self, records: Sequence[Record]) -> "ArrangedShards | None":
+        """Returns the same for other instances of these forms; None if lists differ in length."""
+        pairs = zip(self.shards, self.members, strict=True)
+        shards = [x for a, own in pairs if (x := a.again([records[i] for i in own.tolist()]))]
+        return self._replace(shards=shards) if len(shards) == len(self.shards) else None
 
     @property
     def nbytes(self) -> int:
@@ -445,6 +452,8 @@ def plan_shards(
         return minibatch_key(session, records, policy, gradient, gradient, True), devices.size
 
     found = session.arranged.use(key()) if num_known == len(records) else None
+    if found is not None and are_by_form(records):
+        found = found.again(records)
     took = [[0.0] * (1 + len(STAGES))] * devices.size
     if found is None or not all(
         programs.use_again(x.lowered.signature, x.lowered.placed) for x in found.shards
