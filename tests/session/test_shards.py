@@ -49,6 +49,28 @@ def test_one_device():
         assert_close(run(p, plan), (want, slope), rtol=1e-6)
 
 
+def test_lists_of_other_lengths_are_told_apart():
+    """A few instances are planned as others whose graphs have their form, which the lists have."""
+    leaf = jedbatch.cell(lambda table, i: table[i])
+    add_all = jedbatch.cell(lambda table, xs: jnp.tanh(sum(xs)))
+
+    def sums(table, instance):
+        words, which = instance
+        leaves = [leaf(table, word) for word in words]
+        return add_all(table, [leaves[k] for k in which])
+
+    table = jax.random.normal(jax.random.key(0), (10, 4))
+    batched = jedbatch.batch(sums)
+    batched(table, [((1, 2, 3, 4, 5, 6, 7), tuple(range(n))) for n in range(1, 8)] * 3)
+    lengths = ((0, 1), (0, 1, 0), (0, 1, 0, 0), (0, 1, 0))
+    for which in lengths * 2:  # all of them known the second time
+        instances = [((1, 2), which)] * 2
+        plan = batched.plan(table, instances, mesh=mesh_of(1))
+        run = jax.value_and_grad(lambda table, plan=plan: (batched.apply(table, plan) ** 2).sum())
+        alone = jax.value_and_grad(lambda t, xs=instances: (loop(sums, t, xs) ** 2).sum())
+        assert_close(run(table), alone(table), rtol=1e-5)
+
+
 # --- cutting ---
 
 
