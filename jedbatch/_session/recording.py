@@ -245,6 +245,11 @@ class Recording:
                 if given_up is not None and cache.lengths.join_equal(given_up, reason):
                     break
                 cache.lengths.give_up(reason, given_up)
+            record(cache.grouping, read)  # complains if lengths are not the reason
+            if not attempt.relate(error) and not attempt.supposes_more() and not cache.bind():
+                given_up = attempt.given[attempt.number]
+                if given_up is None or not cache.lengths.join_equal(given_up, error):
+                    cache.lengths.give_up(error, given_up)
             raise GuardFailed from None
 
 
@@ -335,9 +340,9 @@ class RaggedRecording:
         num_arrays = list(map(len, self.arrays))
         cuts = cut_graphs(cache.regions, graphs, num_arrays, leaf_of, self._turn_to)
         before = cache.regions.revision
-        cache.regions.tiles.choose_rows(
-            [n for given in self.given if given for n in given.lengths if n >= 0]
-        )
+        if not cache.regions.tiles.rows:
+            lengths = [given.lengths for given in self.given if given]
+            cache.regions.tiles.choose_rows([n for own in lengths for n in own if n >= 0])
         for cut in cuts:
             if cut is not None:
                 cut.note()

@@ -617,3 +617,34 @@ def test_which_arrays_are_equally_long_of_one_instance_and_of_many():
                 if own[a] == own[b]:
                     sets = [sets[a] | sets[b] if s & (sets[a] | sets[b]) else s for s in sets]
             assert family.classes(equal) == list(map(min, sets))
+
+
+@pytest.mark.parametrize("words", ["n comes before m", "k, l, m and n", "it is broken"])
+def test_errors_of_users_say_nothing_of_lengths(words):
+    """What they are called, or that they may be for want of a bound, as a table's rows are one."""
+    table = jnp.ones((40, 2))
+
+    def fn(weight, instance):
+        broken, x, y = instance
+        if broken:
+            raise ValueError(words)
+        return ((jax.nn.softmax(x @ weight @ y.T) @ y).sum(0) + table[0]).sum()
+
+    def given(*lengths, broken=False):
+        return [(broken, *pair) for pair in arrays(*lengths)]
+
+    batched = jedbatch.batch(fn)
+    for _ in range(2):
+        batched(WEIGHT, given((3, 5), (4, 6), (7, 2)))
+        (session,) = batched._sessions.values()
+        lengths = session.records.lengths
+        before = lengths.bound, lengths.least, lengths.revision
+        with pytest.raises(ValueError, match=words):
+            batched(WEIGHT, [*given((3, 5)), *given((4, 4), broken=True)])
+        assert (lengths.bound, lengths.least, lengths.revision) == before
+    mixed = given((3, 5), (4, 4), (6, 6), (2, 9), (5, 5))
+    lines = str(batched.plan(WEIGHT, mixed)).splitlines()
+    assert [line.split(":")[0] for line in lines if "calls with" in line] == [
+        "  ragged    5 calls with 49 rows"  # of one program, whatever is equally long
+    ]
+    assert_close(batched(WEIGHT, mixed), [fn(WEIGHT, x) for x in mixed], 2e-5)
