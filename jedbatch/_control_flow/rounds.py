@@ -165,9 +165,11 @@ class Stepwise:
             return self._split(outputs)
 
         def forwards(*primals):
-            given = custom_vjp_primal_tree_values(primals)
-            outputs = self._compute(*given, moving=jax.tree.map(lambda x: x.perturbed, primals))
-            return self._split(outputs), (*given, self._latest.workspace.state)
+            leaves, arrays, tracers, reached = custom_vjp_primal_tree_values(primals)
+            moving = jax.tree.map(lambda x: x.perturbed, primals)
+            outputs = self._compute(leaves, arrays, tracers, reached, moving)
+            residuals = leaves, arrays, tracers, reached, self._latest.workspace.state
+            return self._split(outputs), residuals
 
         run.defvjp(forwards, functools.partial(self._backwards, moving), symbolic_zeros=True)
         return run

@@ -32,7 +32,6 @@ from jedbatch._jaxpr.interpret import (
     value_of,
 )
 from jedbatch._jaxpr.versions import (
-    ClosedProgram,
     Equation,
     OpenProgram,
     consts_of,
@@ -99,7 +98,7 @@ def _sources_in_scan(eqn: Equation, operands: Sequence[Sources]) -> list[Sources
         found[first : first + count] = after
 
 
-def followed(closed: ClosedProgram) -> list[Sources]:
+def followed(closed: Any) -> list[Sources]:
     """For each result of a program the numbers of the arguments that it has a derivative by.
 
     What JAX knows to have none, as behind `stop_gradient`, `floor` or an integer, has none here.

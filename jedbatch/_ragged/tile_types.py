@@ -26,9 +26,9 @@ from jedbatch._support.types import AxisSize
 MAX_PROGRAMS = 4  # of ragged values that a type of nodes is part of, before it has tiles
 MAX_JOINED = 16  # types of nodes that are several nodes
 MAX_TOGETHER = 8  # programs of one instance that count as one
-TILE_ROWS = (128, 64, 32, 16)  # that a tile may have
-LEAST_TILE_ROWS = 8
+TILE_ROWS = (128, 64, 32, 16, 8)  # that a tile may have
 MAX_PADDING = 0.1  # rows of tiles beyond those that exist
+MAX_WASTE, FEW_ROWS = 4, 4096  # times the rows, or the tiles, of another size; and rows that matter
 ROW_NUMBER = ValueType((), np.dtype(np.int32))  # of the first row of a tile, and of its rows
 
 
@@ -114,7 +114,7 @@ class TileTypes:
 
     Attributes:
       registry: where types are interned.
-      rows: of a tile, T; 0 as long as there are no tiles.
+      rows: of a tile now, T; 0 as long as there are no tiles.
       apart: why nodes of types in many programs have no tiles, if there are such.
       revision: how many types have been found to be in many programs.
       singles: of each type of nodes that join tiles.
@@ -133,7 +133,8 @@ class TileTypes:
         self._programs: dict[int, set[Hashable]] = {}
         self._together: dict[int, int] = {}  # most programs of one instance with a type
         self._many: set[int] = set()  # types in many programs
-        self._nodes: dict[int, NodeOnTiles | str] = {}
+        self._nodes: dict[tuple[int, int], NodeOnTiles | str] = {}  # by rows and number
+        self._ragged: dict[int, RaggedNodeType] = {}  # of which there are nodes on tiles, by number
 
     @property
     def is_used(self) -> bool:
@@ -195,26 +196,43 @@ class TileTypes:
         return many and not any(isinstance(self.nodes(t), str) for t in types)
 
     def choose_rows(self, lengths: Sequence[int]) -> None:
-        """Chooses how many rows a tile has, for arrays of about these lengths."""
-        if self.rows or not lengths:
+        """Chooses how many rows a tile has, for a minibatch of arrays of these lengths.
+
+        They stay as many as before where that makes little difference, so that minibatches that are
+        alike run by the same programs. There are programs for each of a few sizes at most.
+        """
+        if not lengths:
             return
-        counts = np.array(lengths)
-        rows = [t for t in TILE_ROWS if _padding(counts, t) <= MAX_PADDING]
-        self.rows = rows[0] if rows else LEAST_TILE_ROWS
+        counts = np.array(lengths)[:, None]
+        tiles = (-(-counts // TILE_ROWS)).sum(0)
+        computed = tiles * TILE_ROWS
+        fits = computed <= (1 + MAX_PADDING) * counts.sum()
+        best, before = int(fits.argmax()) if fits.any() else -1, self.rows
+        if before:
+            now = TILE_ROWS.index(before)
+            costs = [(computed[k], TILE_ROWS[-1] * tiles[k]) for k in (now, best)]
+            pairs = zip(*costs, strict=True)
+            if not any(a > MAX_WASTE * b and a - b > FEW_ROWS for a, b in pairs):
+                return
+        self.rows = TILE_ROWS[best]
+        if any(isinstance(self.nodes(t), str) for t in list(self._ragged.values())):
+            self.rows = before  # JAX may not know what to do with tiles of this size
 
     def nodes(self, ragged: RaggedNodeType) -> NodeOnTiles | str:
         """Returns what takes the place of nodes of a type; or why there is nothing, in words."""
-        if ragged.number not in self._nodes:
+        key = self.rows, ragged.number
+        if key not in self._nodes:
             try:
-                self._nodes[ragged.number] = self._make(ragged)
+                self._nodes[key] = self._make(ragged)
+                self._ragged[ragged.number] = ragged
             except Exception as error:  # of JAX too, from what is not known to run on tiles
                 reason = str(error)
                 if not isinstance(error, CannotMergeError):
                     name = self.registry.node_types[ragged.id].name
                     reason = f"`{name}` raises {type(error).__name__} on a tile"
                 line = self.registry.lines.get(ragged.id)
-                self._nodes[ragged.number] = f"{reason}{f' at {line}' if line else ''}"
-        return self._nodes[ragged.number]
+                self._nodes[key] = f"{reason}{f' at {line}' if line else ''}"
+        return self._nodes[key]
 
     def joining(self, type_id: int, tiles: int, guarded: bool) -> int:
         """Returns the type of nodes that join so many tiles, given that of those of one.
@@ -354,12 +372,6 @@ class TileTypes:
     def _value_type(self, program: StepProgram, variable: Hashable) -> int:
         shape, dtype, weak = program.types[variable]
         return self.registry.value_type(self.of_tile(shape), dtype, weak)
-
-
-def _padding(counts: np.ndarray, tile: int) -> float:
-    """Returns how many rows of tiles there are beyond those that exist, as a fraction of these."""
-    total = max(1, int(counts.sum()))
-    return float((-(-counts // tile) * tile).sum() / total - 1)
 
 
 def _by_rows(

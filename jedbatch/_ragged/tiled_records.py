@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes
@@ -25,9 +26,35 @@ from jedbatch._ragged.tile_templates import TemplateForm, make_templates
 from jedbatch._ragged.tiled_arrays import added_arrays
 from jedbatch._ragged.tiled_graph import TileTemplates, repeat_nodes
 from jedbatch._support.caches import Memory
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, AxisSize
 
 MAX_EXPANDED, EXPANDED_BYTES = 4096, 1 << 27  # records for numbers of tiles that are kept
+
+
+class TiledGraph:
+    """The graph of instances with nodes on tiles, for all lengths.
+
+    Args:
+      graph: of the instances, with nodes on arrays of any length.
+      shapes: of the results that it returns of each instance.
+      num_arrays: of each instance.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        shapes: Sequence[Sequence[tuple[AxisSize, ...]]],
+        num_arrays: Sequence[int],
+    ):
+        self._given = graph, shapes, num_arrays
+        self._templates: dict[int, tuple[TileTemplates, list[TemplateForm]]] = {}
+
+    def templates(self, regions: Regions) -> tuple[TileTemplates, list[TemplateForm]]:
+        """Returns its templates, and what belongs to each instance, for tiles as they are now."""
+        rows, (graph, shapes, num_arrays) = regions.tiles.rows, self._given
+        if rows not in self._templates:
+            self._templates[rows] = make_templates(graph, regions, shapes, num_arrays)
+        return self._templates[rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,14 +62,12 @@ class TiledRecord(RaggedRecord):
     """The record of an instance with nodes on tiles, for all lengths.
 
     Attributes:
-      templates: its graph is the one with its number.
-      template: what belongs to it.
+      tiled: its graph is the one with its number.
       leaves: for each symbol, an array of the instance whose length it is.
     """
 
-    templates: TileTemplates = None  # type: ignore[assignment]
-    template: TemplateForm = None  # type: ignore[assignment]
-    leaves: tuple[int, ...] = ()
+    tiled: TiledGraph = None  # type: ignore[assignment]
+    leaves: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,10 +75,12 @@ class ExpandedRecord(RaggedRecord):
     """The record of an instance with nodes on tiles, for so many rows.
 
     Attributes:
+      size: rows of a tile.
       rows: (rows that exist, rows computed) of all nodes on tiles.
       runs: the ragged results that tiles make up, by position.
     """
 
+    size: int = 0
     rows: tuple[int, int] = (0, 0)
     runs: dict[int, TileRun] = field(default_factory=dict)
 
@@ -79,21 +106,24 @@ class Expansion:
         if not tiled:
             return records, arrays
         records, arrays = list(records), list(arrays)
+        leaves: Any = [(i, k) for i in tiled for k in records[i].leaves.values()]  # type: ignore
+        self.regions.tiles.choose_rows([len(arrays[i][k]) for i, k in leaves])
         size = self.regions.tiles.rows
         keys: list[Any] = []
         new: dict[Any, tuple[TiledRecord, list[int]]] = {}
         found = []
         for i in tiled:
             record: Any = records[i]
-            lengths = [len(arrays[i][leaf]) for leaf in record.leaves]
-            _refuse_nothing(record.template, lengths, i, arrays[i])
+            form = record.tiled.templates(self.regions)[1][record.index]
+            lengths = [len(arrays[i][record.leaves[s]]) for s in form.symbols]
+            _refuse_nothing(form, lengths, i, arrays[i])
             returned = any(is_ragged(shape) for shape, _ in record.types)
             numbers = lengths if returned else [-(-n // size) for n in lengths]
-            key = record, *numbers
+            key = record, size, *numbers
             if key not in self._known:
                 new.setdefault(key, (record, lengths))
             keys.append(key)
-            found.append((record.template, arrays[i], lengths))
+            found.append((form, arrays[i], lengths))
         for i, added in zip(tiled, added_arrays(found, size), strict=True):
             arrays[i] = [*arrays[i], *added]
         fresh = self._expanded(list(new.values()), size)
@@ -111,7 +141,8 @@ class Expansion:
         if not new:
             return []
         tiles = [[-(-n // size) for n in lengths] for _, lengths in new]
-        templates = TileTemplates.select([(record.templates, record.index) for record, _ in new])
+        made = [(*record.tiled.templates(self.regions), record.index) for record, _ in new]
+        templates = TileTemplates.select([(own, index) for own, _, index in made])
         num_arrays = [record.num_arrays for record, _ in new]
         whole = repeat_nodes(self.regions.tiles, templates, tiles, num_arrays)
         rows = templates.rows_by_tile([lengths for _, lengths in new], tiles, size)
@@ -126,9 +157,10 @@ class Expansion:
                     record.structure,
                     kinds,
                     record.calls,
-                    record.num_arrays + record.template.num_added,
+                    record.num_arrays + made[k][1][record.index].num_added,
                     record.ragged,
                     record.places,
+                    size,
                     rows[k],
                     runs,
                 )
@@ -170,12 +202,14 @@ def _refuse_nothing(
             raise nothing_error(instance, arrays, operation, extent)
 
 
-def tiled_rows(records: Sequence[Record], size: int) -> TiledRows | None:
-    """Returns what nodes on tiles of so many rows run over; None if there are none."""
+def tiled_rows(records: Sequence[Record]) -> TiledRows | None:
+    """Returns what the nodes on tiles of a minibatch run over; None if there are none."""
     if not some_are_ragged(records):
         return None
-    counts = [record.rows for record in records if isinstance(record, ExpandedRecord)]
-    return TiledRows(size, *map(sum, zip(*counts, strict=True))) if counts else None
+    tiled = [record for record in records if isinstance(record, ExpandedRecord)]
+    if not tiled:
+        return None
+    return TiledRows(tiled[0].size, *map(sum, zip(*(x.rows for x in tiled), strict=True)))
 
 
 def on_tiles(
@@ -199,7 +233,8 @@ def on_tiles(
         for record, apart in zip(records, elsewhere, strict=True)
     ]
     num_arrays = [record.num_arrays for record in records]
-    templates, forms = make_templates(graph, regions, shapes, num_arrays)
+    tiled = TiledGraph(graph, shapes, num_arrays)
+    forms = tiled.templates(regions)[1]
     return [
         TiledRecord(
             record.whole,
@@ -210,9 +245,8 @@ def on_tiles(
             record.num_arrays,
             record.ragged,
             record.places,
-            templates,
-            form,
-            tuple([leaves[s][0] for s in form.symbols]),
+            tiled,
+            {s: leaves[s][0] for s in form.symbols},
         )
         for record, form, leaves in zip(records, forms, leaf_of, strict=True)
     ]

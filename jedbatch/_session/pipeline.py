@@ -370,7 +370,7 @@ def with_inputs(
             tracers,
             ragged_calls,
             lengths.shown,
-            tiled_rows(records, regions.tiles.rows),
+            tiled_rows(records),
             regions.tiles.apart if calls else None,
             numbers=numbers,
             slow_calls=0 if is_known else session.registry.slow_calls.total(),

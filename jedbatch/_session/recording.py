@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jedbatch._graph.record import Record
-from jedbatch._jaxpr.symbolic_dims import Questions, noting_questions
+from jedbatch._jaxpr.symbolic_dims import LengthDecisionError, Questions, noting_questions
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.calls import lacks_rows
 from jedbatch._ragged.cutting import cut_graphs
@@ -246,7 +246,12 @@ class Recording:
                     break
                 cache.lengths.give_up(reason, given_up)
             record(cache.grouping, read)  # complains if lengths are not the reason
+            asked = attempt.has_asked(error)
+            if not asked:  # then an error in words may be one of the user's
+                record(cache.grouping, read)
             if not attempt.relate(error) and not attempt.supposes_more() and not cache.bind():
+                if asked:
+                    record(cache.grouping, read)  # complains if lengths are not the reason
                 given_up = attempt.given[attempt.number]
                 if given_up is None or not cache.lengths.join_equal(given_up, error):
                     cache.lengths.give_up(error, given_up)
@@ -392,6 +397,13 @@ class RaggedRecording:
         if cache.readouts is not None:
             cache.readouts.take_ragged()
         return record_either_way(cache, record)
+
+    def has_asked(self, error: Exception) -> bool:
+        """Returns whether an error came after JAX or Python had asked about a length."""
+        asked = self.asked.get(self.number)
+        if asked is not None and (asked.unequal or asked.few or asked.refused or asked.hashed):
+            return True
+        return isinstance(error, LengthDecisionError | CannotMergeError)
 
     def relate(self, error: Exception) -> bool:
         """Returns whether to record again: the error was that lengths are not known to be equal."""

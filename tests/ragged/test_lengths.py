@@ -647,4 +647,4 @@ def test_errors_of_users_say_nothing_of_lengths(words):
     assert [line.split(":")[0] for line in lines if "calls with" in line] == [
         "  ragged    5 calls with 49 rows"  # of one program, whatever is equally long
     ]
-    assert_close(batched(WEIGHT, mixed), [fn(WEIGHT, x) for x in mixed], 2e-5)
+    assert_close(batched(WEIGHT, mixed), jnp.stack([fn(WEIGHT, x) for x in mixed]), 2e-5)

@@ -440,3 +440,39 @@ def test_under_jit_and_in_the_inputs():
     found = jax.grad(lambda xs: batched(weights(), filled(xs)).sum())(arrays)
     known = jax.grad(lambda xs: sum(score(weights(), tree) for tree in filled(xs)))(arrays)
     assert_close(found, known, 2e-4)
+
+
+def test_the_size_of_tiles_fits_what_comes(monkeypatch):
+    """Each size is compiled once, whatever order minibatches come in."""
+    monkeypatch.setattr(tile_types, "FEW_ROWS", 64)
+
+    def states(params, tree):
+        state = prune(params, tree)
+        return state, jnp.sum(state @ params["v"])
+
+    batched, params = jedbatch.batch(states, out_axes=None), weights()
+    batched.plan(params, trees(9, 12, sites=[3, 5, 6]))  # trees that are programs of many
+    kinds = {8: [3, 5, 6], 128: [500, 600]}
+
+    def run(seed):
+        for size, sites in kinds.items():
+            given = trees(seed, 6, sites=sites, most=4)
+            assert on_tiles(batched, given).host.tiled.size == size
+            found = batched(params, given)
+            assert_close(found, [states(params, tree) for tree in given], 1e-4)
+            loop = gradient(lambda p, xs: [states(p, x) for x in xs], given)
+            assert_close(gradient(batched, given), loop, 5e-4)
+
+    for seed in range(2):
+        run(seed)
+    before = batched.compilations
+    run(3)
+    assert batched.compilations == before
+
+
+def test_few_rows_first_and_many_later():
+    batched = jedbatch.batch(prune, out_axes=None)
+    assert on_tiles(batched, trees(9, 12, sites=[3, 5, 6])).host.tiled.size == 8
+    for sites, tiles in ((50_000, 391), (6, 1), (50_000, 391)):
+        host = on_tiles(batched, trees(0, 3, sites=[sites], most=3)).host
+        assert host.tiled.computed == 3 * tiles * host.tiled.size
