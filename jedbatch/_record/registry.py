@@ -75,7 +75,8 @@ class Registry:
         array.
       nodes: tokens of containers, by their class and what they carry besides their parts.
       shared_in: the shared values in containers, by their tokens.
-      slow_calls: how many calls of a cell took the slow path, and why, of those recorded last.
+      num_recorded, slow_calls: nodes that were recorded last, and of these the calls of a cell that
+        took the slow path, and why.
       constants: results of operations on concrete values.
       variants: how many variants of operations were met.
       lifting: which numbers that operations hold are operands.
@@ -114,6 +115,7 @@ class Registry:
         self.arrays: dict[tuple, tuple[int, int]] = {}
         self.nodes: dict[Hashable, str] = {}
         self.shared_in: dict[Hashable, tuple[int, ...]] = {}
+        self.num_recorded = 0
         self.slow_calls: collections.Counter[tuple[str, str]] = collections.Counter()
         self._kept: list[Any] = []
         self.constants = memory_of_constants()

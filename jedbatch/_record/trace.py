@@ -135,10 +135,13 @@ def _record(fn, registry, instances, arrays, arrange, grouping, read, types, num
     """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
     caller = trace_of_caller()
     recorder = Recorder(registry, caller, grouping, read)
+    registry.slow_calls.clear()
     end = ending(recorder)
     with Restored(end), Restored(end), set_current_trace(caller), set_current_trace(recorder):
         begin_recording(recorder)
-        return recorder, *_record_all(fn, recorder, instances, arrays, arrange, types, numbers)
+        recorded = _record_all(fn, recorder, instances, arrays, arrange, types, numbers)
+        registry.num_recorded = len(recorder.call_specs)
+        return recorder, *recorded
 
 
 def _record_all(fn, recorder, instances, arrays, arrange, types, numbers):

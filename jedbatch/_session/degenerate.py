@@ -114,16 +114,15 @@ def warn_if_programs_grow(
     )
 
 
-def warn_if_slowly_recorded(registry: Registry, num_nodes: int, num_before: int) -> None:
+def warn_if_slowly_recorded(registry: Registry, num_before: int) -> None:
     """Warns of calls of cells that are looked into each time, where they are many.
 
     Args:
       registry: has how many there were, and why.
-      num_nodes: of all that was recorded.
       num_before: minibatches that were recorded before; the first ones have calls that are new.
     """
     slow = registry.slow_calls
-    if num_before < WARMING_UP or slow.total() <= MOST_SLOW * num_nodes:
+    if num_before < WARMING_UP or slow.total() <= MOST_SLOW * registry.num_recorded:
         return
     (name, reason), count = slow.most_common(1)[0]
     warn_once(

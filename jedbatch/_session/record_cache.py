@@ -114,7 +114,7 @@ class RecordCache:
       with_arrays: records of instances with arrays, as long as lengths do not matter.
       lengths, regions: of arrays whose length differs, and what is done to them.
       expansion: of graphs for all lengths to graphs for those of a minibatch.
-      num_recorded: minibatches, or parts of them, that had to be recorded.
+      num_recorded: minibatches of which some instances had to be recorded.
     """
 
     def __init__(self, registry: Registry, options: Options, target: Target):

@@ -124,6 +124,9 @@ class Recording:
             until_guards_hold(lambda: self._find(cache, few, read), cache.assumed)
         records, arrays, tracers, num_known = until_guards_hold(attempt, cache.assumed)
         warn_if_some_are_apart(cache.registry, cache.lengths)
+        if num_known < len(instances):
+            warn_if_slowly_recorded(cache.registry, cache.num_recorded)
+            cache.num_recorded += 1
         return *cache.expansion.expand(records, arrays), tracers, num_known
 
     def _find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None) -> Any:
@@ -237,24 +240,20 @@ class Recording:
         except Exception as error:
             for number, reason in (attempt.failed or {attempt.number: error}).items():
                 attempt.number = number
+                alone = functools.partial(
+                    record, cache.grouping, read, only=slice(number, number + 1)
+                )
+                asked = attempt.has_asked(reason)
+                if not asked:  # then an error in words may be one of the user's
+                    alone()
                 if attempt.relate(reason) or attempt.supposes_more() or cache.bind():
                     break  # which the others may have failed by, too
-                # This complains if lengths are not the reason.
-                record(cache.grouping, read, only=slice(number, number + 1))
+                if asked:
+                    alone()  # complains if lengths are not the reason
                 given_up = attempt.given[number]
                 if given_up is not None and cache.lengths.join_equal(given_up, reason):
                     break
                 cache.lengths.give_up(reason, given_up)
-            record(cache.grouping, read)  # complains if lengths are not the reason
-            asked = attempt.has_asked(error)
-            if not asked:  # then an error in words may be one of the user's
-                record(cache.grouping, read)
-            if not attempt.relate(error) and not attempt.supposes_more() and not cache.bind():
-                if asked:
-                    record(cache.grouping, read)  # complains if lengths are not the reason
-                given_up = attempt.given[attempt.number]
-                if given_up is None or not cache.lengths.join_equal(given_up, error):
-                    cache.lengths.give_up(error, given_up)
             raise GuardFailed from None
 
 
@@ -272,13 +271,9 @@ def _set_short_apart(
 
 def record_either_way(cache: RecordCache, record: Callable) -> Any:
     """Records instances as they are, or with nodes merged if that is found to pay."""
-    cache.registry.slow_calls.clear()
     start = time.perf_counter()
     recorded = merged = record(cache.grouping)
     seconds = time.perf_counter() - start
-    graph = recorded[0][0].whole
-    warn_if_slowly_recorded(cache.registry, len(graph.node_type), cache.num_recorded)
-    cache.num_recorded += 1
     if cache.merging is not None and cache.merging.asks(recorded[0]):
         merged = record(cache.merging.blocks)
         cache.merging.compare(recorded[0], merged[0])
