@@ -35,7 +35,7 @@ from jedbatch._control_flow.rounds import Stepwise, note_decision
 from jedbatch._export.exporting import export, graph
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
-from jedbatch._jaxpr.configuration import any_traced, configuration, without_mesh
+from jedbatch._jaxpr.configuration import any_traced, configuration, differences, without_mesh
 from jedbatch._jaxpr.identity import Same, tree_key
 from jedbatch._jaxpr.meshes import varies
 from jedbatch._learn.adaptive import Adaptive
@@ -422,6 +422,13 @@ class Batched(Generic[*Given, Result]):
                 f"`apply` of the batched `{self._name}` got a plan that another batched function "
                 "made; make one with its own `plan(*shared, instances)`."
             )
+        if of_plan.configuration != session.programs.configuration:
+            raise ValueError(
+                f"`apply` of the batched `{self._name}` got a plan that was made while JAX was "
+                "configured in another way: "
+                f"{differences(of_plan.configuration, session.programs.configuration)}. Make a "
+                "new one with `plan(*shared, instances)`, or set the option as it was."
+            )
         if of_plan.arguments_key != session.programs.arguments_key:
             raise ValueError(
                 "`apply` got shared arguments of another structure, shapes or dtypes than the "
@@ -464,7 +471,7 @@ class Batched(Generic[*Given, Result]):
         target = self._options.target or (found if devices is None else devices.target)
         lanes = self._lane_policy  # of machines all have one key: tables are read from outside
         of_lanes = isinstance(lanes, LaneFSM) or Same(lanes)
-        key = tree_key(structure), types, target, *configuration(), of_lanes
+        key = tree_key(structure), types, target, configuration(), of_lanes
         session = self._sessions.use(key)
         if session is None or session.is_full:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]

@@ -12,21 +12,43 @@ from jax.extend.core import take_current_trace
 with jax.ensure_compile_time_eval(), take_current_trace() as EAGER:
     pass  # what runs operations at once; a part of the keys of JAX's caches, so one for all
 
-CONFIGURATION = (
-    "jax_enable_x64",
-    "jax_default_matmul_precision",
-    "jax_numpy_dtype_promotion",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
+# Options of JAX that change what is traced, or how XLA programs are made of it while JAX does not
+# notice. Those of other versions are left out.
+CONFIGURATION = tuple(
+    name
+    for name in (
+        "jax_check_static_indices",
+        "jax_default_matmul_precision",
+        "jax_default_prng_impl",
+        "jax_enable_custom_prng",
+        "jax_enable_x64",
+        "jax_error_checking_behavior_divide",
+        "jax_error_checking_behavior_nan",
+        "jax_error_checking_behavior_oob",
+        "jax_explicit_x64_dtypes",
+        "jax_high_dynamic_range_gumbel",
+        "jax_legacy_prng_key",
+        "jax_numpy_dtype_promotion",
+        "jax_numpy_rank_promotion",
+        "jax_random_seed_offset",
+        "jax_softmax_custom_jvp",
+        "jax_threefry_partitionable",
+    )
+    if hasattr(jax.config, name)
 )
-
 
 _settings = operator.attrgetter(*CONFIGURATION)
 
 
 def configuration() -> tuple[Any, ...]:
-    """Returns the configuration of JAX in this thread, as far as results depend on it."""
+    """Returns the configuration of JAX in this thread, as far as what is traced depends on it."""
     return _settings(jax.config)
+
+
+def differences(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
+    """Returns the options that differ between two configurations, to be read."""
+    options = zip(CONFIGURATION, before, after, strict=True)
+    return ", ".join(f"{name} was {old!r} and is {new!r}" for name, old, new in options if old != new)
 
 
 def is_staging() -> bool:

@@ -167,7 +167,7 @@ class Lazy:
             if isinstance(outer, LazyRecorder):
                 outer.compute()
             return
-        free = self._free.setdefault((place, *configuration()), [])
+        free = self._free.setdefault((place, configuration()), [])
         try:
             scope = free.pop()
         except IndexError:

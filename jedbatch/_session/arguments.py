@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
-from jedbatch._jaxpr.configuration import configuration
 from jedbatch._jaxpr.identity import Same, node_key, tree_key
 from jedbatch._kernel.target import Target, target_of
 from jedbatch._program.executors import is_lasting
@@ -271,18 +270,18 @@ class Arguments:
 class TypesOfLeaves:
     """The types of shared leaves, and the target of the device that they are on.
 
-    They are kept as long as the very same arrays come again, as those of a model do, and JAX is
-    configured as it was.
+    They are kept as long as the very same arrays come again, as those of a model do, and JAX has
+    the same default device and the same precision.
     """
 
     def __init__(self) -> None:
-        # References to the arrays, how JAX was configured, what was found.
+        # References to the arrays, the options that matter, what was found.
         self._latest: tuple[tuple[weakref.ref, ...], object, tuple[Any, Target]] | None = None
 
     def of(self, leaves: Sequence[Any]) -> tuple[tuple[ArrayType, ...], Target]:
         """Returns ((shape, dtype, weak) of each leaf, the target of their device)."""
         config: Any = jax.config
-        state, latest = (config.jax_default_device, *configuration()), self._latest
+        state, latest = (config.jax_default_device, config.jax_enable_x64), self._latest
         if latest is not None and latest[1] == state and _refer_to(latest[0], leaves):
             return latest[2]
         found = tuple(map(array_type, leaves)), target_of(leaves)

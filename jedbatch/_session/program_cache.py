@@ -143,6 +143,11 @@ class ProgramCache:
         """The key without the policy for lanes, by which it ends."""
         return self.key[:-1]
 
+    @property
+    def configuration(self) -> tuple[Any, ...]:
+        """How JAX is configured for these programs, which comes before that policy."""
+        return self.key[-2]
+
     def kernel(self, type_id: int) -> Kernel:
         """The kernel of a node type."""
         if type_id not in self._kernels:
