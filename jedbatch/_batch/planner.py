@@ -25,6 +25,7 @@ from jedbatch._learn.adaptive import Adaptive, FixedPolicy
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.plan import Plan
 from jedbatch._record.instance_arrays import array_type
+from jedbatch._jaxpr.configuration import CONFIGURATION
 from jedbatch._record.thread_settings import SETTINGS
 from jedbatch._session.degenerate import warn_once
 from jedbatch._session.portable import (
@@ -249,8 +250,9 @@ class Planner:
                     f"processes: {checks.cut(error)}. {cure} functions and classes at the top "
                     "level of a module."
                 ) from error
-        settings = {name: getattr(jax.config, f"jax_{name}") for name in SETTINGS}
-        del settings["default_device"]  # of another process
+        names = {*CONFIGURATION, *(f"jax_{name}" for name in SETTINGS)}
+        names.remove("jax_default_device")  # of another process
+        settings = {name: getattr(jax.config, name) for name in sorted(names)}
         state = {
             "process": self._process,
             "settings": settings,
@@ -366,8 +368,8 @@ class _Work:
         if state["process"] != os.getpid():
             jax.config.update("jax_platforms", "cpu")
             for name, value in state["settings"].items():
-                if getattr(jax.config, f"jax_{name}") != value:
-                    jax.config.update(f"jax_{name}", value)
+                if getattr(jax.config, name) != value:
+                    jax.config.update(name, value)
         function, options, shared, sample, classes = map(pickle.loads, state["parts"].values())
         batched_class, portable = function
         self._identity = state["identity"]

@@ -17,6 +17,7 @@ with jax.ensure_compile_time_eval(), take_current_trace() as EAGER:
 CONFIGURATION = tuple(
     name
     for name in (
+        "jax_allow_f16_reductions",
         "jax_check_static_indices",
         "jax_default_matmul_precision",
         "jax_default_prng_impl",
@@ -48,7 +49,9 @@ def configuration() -> tuple[Any, ...]:
 def differences(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
     """Returns the options that differ between two configurations, to be read."""
     options = zip(CONFIGURATION, before, after, strict=True)
-    return ", ".join(f"{name} was {old!r} and is {new!r}" for name, old, new in options if old != new)
+    return ", ".join(
+        f"{name} was {old!r} and is {new!r}" for name, old, new in options if old != new
+    )
 
 
 def is_staging() -> bool:

@@ -18,7 +18,9 @@ from jedbatch._record.cell import recording
 T = TypeVar("T")
 
 SETTINGS = (  # of JAX, each a context manager `jax.name(value)` and an option `jax_name`
+    "allow_f16_reductions",
     "array_garbage_collection_guard",
+    "auto_pcast",
     "check_tracer_leaks",
     "debug_infs",
     "debug_key_reuse",
