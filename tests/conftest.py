@@ -93,13 +93,16 @@ def pytest_collection_modifyitems(items):
 class Contexts(threading.local):
     """Makes contexts of MLIR, each of them for ten programs of a thread, as JAX 0.12 does.
 
-    To make one takes longer than to lower a program of a few operations.
+    To make one takes longer than to lower a program of a few operations. A program that is lowered
+    while another one is has a context of its own, or it would become a part of that one.
     """
 
     def __init__(self, make):
         self.make, self.left = make, 0
 
     def __call__(self):
+        if mlir.ir.Context.current is not None:
+            return self.make()
         if not self.left:
             self.context, self.left = self.make(), 10
         self.left -= 1
