@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jedbatch._record.cell import recording
 from jedbatch._record.instance_arrays import array_type
+from jedbatch._record.recorder import result_leaf
 from jedbatch._session.outputs import check_stack
 
 
@@ -24,6 +25,7 @@ def results_inside(name: str, calls: Sequence[Callable[[], Any]], stack: bool) -
     results = recording.recorder.together(calls)
     if not stack:
         return results
+    results = jax.tree.map(result_leaf, results)
     forms = [
         (jax.tree.structure(result), [array_type(x)[:2] for x in jax.tree.leaves(result)])
         for result in results

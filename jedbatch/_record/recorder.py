@@ -612,12 +612,7 @@ class Recorder(Trace):
             return self._output_of(leaf)
         if type(leaf) is int or type(leaf) is float:
             return self._output_of(self.input(leaf))
-        leaf = as_number(leaf)
-        if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
-            raise TypeError(
-                f"the function returned {checks.shown(leaf)}; expected an "
-                "array, a number or a pytree of them."
-            )
+        leaf = result_leaf(leaf)
         if isinstance(leaf, Tracer) or self.is_weight_reached(leaf):
             symbol = self.symbol(leaf)
         else:
@@ -630,3 +625,14 @@ class Recorder(Trace):
     def _output_of(self, symbol: Value) -> tuple[int, tuple]:
         value_type = self.registry.value_types[symbol.type]
         return symbol.index, (value_type.shape, value_type.dtype)
+
+
+def result_leaf(leaf: Leaf) -> Leaf:
+    """Returns a leaf of what a function returns; raises `TypeError` if it is no array or number."""
+    leaf = as_number(leaf)
+    if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
+        raise TypeError(
+            f"the function returned {checks.shown(leaf)}; expected an array, a number or a pytree "
+            "of them."
+        )
+    return leaf

@@ -104,7 +104,8 @@ class MappedProgram:
             self._check_stopped(stopped)
         if stack:
             return jax.tree.unflatten(self.record.structure, results)
-        rows = zip(*map(unstacked, results), strict=True)
+        columns = list(map(unstacked, results))
+        rows = [[column[i] for column in columns] for i in range(len(arrays[0]))]
         return [jax.tree.unflatten(self.record.structure, row) for row in rows]
 
     def _check_stopped(self, stopped: Sequence[Array]) -> None:

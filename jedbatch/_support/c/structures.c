@@ -306,7 +306,7 @@ write_copies(PyObject *module, PyObject *args)
     Py_ssize_t num_nodes = lengths[LANE], num_batches = lengths[BATCH_TYPE];
     Py_ssize_t num_forms = lengths[FORM] / FORM_COLUMNS;
     Given x = {data, lengths, num_arenas, num_arenas > 0 ? lengths[FIRST_INPUT] / num_arenas : 0};
-    int fits = num_arenas > 0 && lengths[NODE_PTR] == num_batches + 1 &&
+    int fits = num_arenas >= 0 && lengths[NODE_PTR] == num_batches + 1 &&
                are_pointers(data[NODE_PTR], num_batches + 1, lengths[NODE]) &&
                are_below(data[NODE], lengths[NODE], num_nodes) &&
                are_below(batch_type, num_batches, lengths[FORM_OF_TYPE]) &&
