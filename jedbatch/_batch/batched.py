@@ -181,7 +181,8 @@ class Batched(Generic[*Given, Result]):
 
     def _twin(self) -> "Batched":
         """Returns the same function with empty caches, nothing to learn and a list of results."""
-        return Batched(self._fn, self._arguments.axes, None, agenda, self._options)
+        given = agenda, self._options, self._lane_policy
+        return Batched(self._fn, self._arguments.axes, None, *given)
 
     def _counting_twin(self) -> "Batched[*Given, Result]":
         """Returns the same function with empty caches, to be compiled for counting."""

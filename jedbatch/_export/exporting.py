@@ -289,7 +289,8 @@ class Sample:
         if session.programs.target != target:  # by the same function, elsewhere
             options = replace(batched._options, target=target)
             axes = batched._arguments.axes, batched._out_axes
-            batched = type(batched)(batched._fn, *axes, batched._policy, options)
+            given = batched._policy, options, batched.lane_policy
+            batched = type(batched)(batched._fn, *axes, *given)
         return Sample(batched, shared, instances, room)
 
     def numbers_of(self, types: Sequence[NodeType]) -> list[int]:

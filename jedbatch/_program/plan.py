@@ -110,7 +110,7 @@ class Host:
       tracers: what is read from outside, by number or by name (see `SharedValue`).
       ragged_calls: calls that run before the graph, if there are ragged arrays.
       apart: why arrays of different lengths are not run together; None if they are.
-      tiled: rows that nodes on tiles run over, if there are such nodes.
+      count_tiled: counts the rows that nodes on tiles run over, if there are such nodes.
       untiled: why programs of ragged arrays run by themselves that nodes on tiles could replace,
         if there are such.
       device_seconds: a run took, if it was measured.
@@ -126,12 +126,17 @@ class Host:
     tracers: Any = ()
     ragged_calls: RaggedSummary | None = None
     apart: str | None = None
-    tiled: TiledRows | None = None
+    count_tiled: Callable[[], TiledRows] | None = None
     untiled: str | None = None
     device_seconds: float | None = None
     outline: Placement | None = None
     numbers: Sequence[int] | None = None
     slow_calls: int = 0
+
+    @functools.cached_property
+    def tiled(self) -> TiledRows | None:
+        """Rows that nodes on tiles run over, if there are such nodes."""
+        return None if self.count_tiled is None else self.count_tiled()
 
     @functools.cached_property
     def lowered(self) -> Lowered:

@@ -145,10 +145,10 @@ class TileTemplates:
             np.maximum.at(of_nodes, reader, of_operands[joined])
         return of_nodes, of_operands
 
-    def rows_by_tile(
+    def count_rows(
         self, lengths: Sequence[Sequence[int]], tiles: Sequence[Sequence[int]], size: int
-    ) -> list[tuple[int, int]]:
-        """Returns (rows that exist, rows computed) of all nodes on tiles of each instance.
+    ) -> tuple[int, int]:
+        """Returns (rows that exist, rows computed) of all nodes on tiles.
 
         Args:
           lengths: of the symbols of each instance.
@@ -158,9 +158,8 @@ class TileTemplates:
         num_tiles, _ = self.symbol_values(tiles)
         num_tiles = np.where(self.kind == JOINED, tiles_joined(num_tiles), num_tiles)
         on_tiles = (self.kind == BY_TILE) | (self.kind == JOINED)
-        exist = pointers(np.where(on_tiles, self.symbol_values(lengths)[0], 0))[self.node_ptr]
-        computed = pointers(np.where(on_tiles, num_tiles * size, 0))[self.node_ptr]
-        return list(zip(np.diff(exist).tolist(), np.diff(computed).tolist(), strict=True))
+        exist, _ = self.symbol_values(lengths)
+        return int(exist[on_tiles].sum()), int(num_tiles[on_tiles].sum()) * size
 
     def joined(self, tiles: Sequence[Sequence[int]], types: TileTypes) -> "JoinedNodes":
         """Returns how nodes join tiles, given the tiles of the symbols of each instance."""

@@ -10,7 +10,8 @@ The rows of the last tile beyond the last row of the array repeat that row, so t
 of them is nothing that is not computed anyway.
 """
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,12 +77,16 @@ class ExpandedRecord(RaggedRecord):
 
     Attributes:
       size: rows of a tile.
-      rows: (rows that exist, rows computed) of all nodes on tiles.
+      templates: those of its nodes for this size, and others.
+      tiled: the record for all lengths, with its number among them.
+      symbols: of which its arrays have the lengths, in order.
       runs: the ragged results that tiles make up, by position.
     """
 
     size: int = 0
-    rows: tuple[int, int] = (0, 0)
+    templates: TileTemplates = None  # type: ignore[assignment]
+    tiled: TiledRecord = None  # type: ignore[assignment]
+    symbols: tuple[str, ...] = ()
     runs: dict[int, TileRun] = field(default_factory=dict)
 
 
@@ -140,12 +145,11 @@ class Expansion:
         """Returns records for lengths."""
         if not new:
             return []
-        tiles = [[-(-n // size) for n in lengths] for _, lengths in new]
+        tiles = _numbers_of_tiles([lengths for _, lengths in new], size)
         made = [(*record.tiled.templates(self.regions), record.index) for record, _ in new]
         templates = TileTemplates.select([(own, index) for own, _, index in made])
         num_arrays = [record.num_arrays for record, _ in new]
         whole = repeat_nodes(self.regions.tiles, templates, tiles, num_arrays)
-        rows = templates.rows_by_tile([lengths for _, lengths in new], tiles, size)
         records = []
         for k, ((record, lengths), counts) in enumerate(zip(new, tiles, strict=True)):
             symbols = templates.output_symbols(k)
@@ -161,7 +165,9 @@ class Expansion:
                     record.ragged,
                     record.places,
                     size,
-                    rows[k],
+                    made[k][0],
+                    record,
+                    tuple(made[k][1][record.index].symbols),
                     runs,
                 )
             )
@@ -202,14 +208,36 @@ def _refuse_nothing(
             raise nothing_error(instance, arrays, operation, extent)
 
 
-def tiled_rows(records: Sequence[Record]) -> TiledRows | None:
-    """Returns what the nodes on tiles of a minibatch run over; None if there are none."""
+def counter_of_tiles(
+    records: Sequence[Record], arrays: Sequence[Sequence[Array]]
+) -> Callable[[], TiledRows] | None:
+    """Returns what counts the rows of nodes on tiles; None if there are none.
+
+    It is called for a plan that somebody looks at. Instances of as many tiles share a record, and
+    differ in rows.
+    """
     if not some_are_ragged(records):
         return None
-    tiled = [record for record in records if isinstance(record, ExpandedRecord)]
-    if not tiled:
-        return None
-    return TiledRows(tiled[0].size, *map(sum, zip(*(x.rows for x in tiled), strict=True)))
+    found = [
+        (record, [len(own[record.tiled.leaves[s]]) for s in record.symbols])
+        for record, own in zip(records, arrays, strict=True)
+        if isinstance(record, ExpandedRecord)
+    ]
+    return functools.partial(_count_rows, found) if found else None
+
+
+def _count_rows(found: Sequence[tuple[ExpandedRecord, list[int]]]) -> TiledRows:
+    """Returns the rows of nodes on tiles of some instances, given their lengths."""
+    size = found[0][0].size
+    templates = TileTemplates.select([(x.templates, x.tiled.index) for x, _ in found])
+    lengths = [own for _, own in found]
+    exist, computed = templates.count_rows(lengths, _numbers_of_tiles(lengths, size), size)
+    return TiledRows(size, exist, computed)
+
+
+def _numbers_of_tiles(lengths: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """Returns how many tiles of so many rows arrays of some lengths are cut into."""
+    return [[-(-n // size) for n in own] for own in lengths]
 
 
 def on_tiles(

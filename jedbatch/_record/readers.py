@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,17 @@ from jedbatch._jaxpr.identity import attribute_names, slot_names
 from jedbatch._support.types import Leaf
 
 _MISSING = object()
+_same_number = functools.lru_cache(maxsize=4096)(int)
 _of_function = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
+
+
+def _count(things: Sized) -> int:
+    """Returns how many things there are, as an object that is the same each time.
+
+    Of numbers above 256, which the interpreter makes anew, one is kept.
+    """
+    number = len(things)
+    return number if number <= 256 else _same_number(number)
 
 
 def attribute(x: object, name: str) -> Any:
@@ -25,7 +35,7 @@ def attribute(x: object, name: str) -> Any:
 
 
 def of_functions(functions: list[types.FunctionType]) -> list[Any]:
-    return [part for fn in functions for part in (*_of_function(fn), len(fn.__dict__))]
+    return [part for fn in functions for part in (*_of_function(fn), _count(fn.__dict__))]
 
 
 def of_cells(cells: list[types.CellType]) -> list[Any]:
@@ -53,7 +63,7 @@ def of_dict(x: dict) -> tuple[Any, ...]:
 def of_dicts(dicts: list[dict]) -> list[Any]:
     things: list[Any] = []
     for x in dicts:
-        things.append(len(x))  # a small number is one object
+        things.append(_count(x))
         things += x
         things += x.values()
     return things
@@ -98,7 +108,7 @@ def of_class(kind: type) -> tuple[Any, ...]:
 
 def of_some_of_class(names: Iterable[str], kind: type) -> tuple[Any, ...]:
     attributes = vars(kind)
-    return len(attributes), *map(attributes.get, names)
+    return _count(attributes), *map(attributes.get, names)
 
 
 def of_object(x: object) -> tuple[Any, ...]:

@@ -48,7 +48,7 @@ class Options:
     @property
     def plans(self) -> bool:
         """Whether every minibatch is planned, also where another way is known to run it."""
-        return self.executor in ("fused", "dispatch") or self.key is not None
+        return self.executor == "dispatch" or self.key is not None
 
     @staticmethod
     def checked(

@@ -51,7 +51,7 @@ from jedbatch._ragged.calls import (
     returns_ragged,
 )
 from jedbatch._ragged.regions import RaggedRecord, Region, some_are_ragged
-from jedbatch._ragged.tiled_records import tiled_rows
+from jedbatch._ragged.tiled_records import counter_of_tiles
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._schedule.schedule import Schedule
@@ -370,7 +370,7 @@ def with_inputs(
             tracers,
             ragged_calls,
             lengths.shown,
-            tiled_rows(records),
+            counter_of_tiles(records, arrays),
             regions.tiles.apart if calls else None,
             numbers=numbers,
             slow_calls=0 if is_known else session.registry.slow_calls.total(),

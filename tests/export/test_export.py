@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cases import programs
 from cases.helpers import assert_close, loop, mostly_slow, number
+from cases.loops import loop_in_loop
 
 import jedbatch
 from jedbatch import Exported
@@ -183,6 +184,21 @@ def test_platforms():
     elsewhere = again(batched.export(P, TREES, platforms=["cuda"]))
     with pytest.raises(ValueError, match="exported for cuda, and this process computes on 'cpu'"):
         elsewhere.plan(batched.graph(P, TREES))
+
+
+def test_the_policy_for_lanes_is_that_of_programs_for_other_platforms():
+    asked = []
+
+    def policy(frontier):
+        asked.append(frontier)
+        return jedbatch.policies.least_loss(frontier)
+
+    given = [(jnp.int32(n), jnp.ones(4)) for n in range(3)]
+    batched = jedbatch.batch(lambda p, x: (p, loop_in_loop(*x)), lane_policy=policy)
+    for platform in ("cpu", "cuda"):
+        asked.clear()
+        batched.export(jnp.ones(()), given, platforms=[platform])
+        assert asked, platform
 
 
 @pytest.mark.slow

@@ -68,6 +68,18 @@ def test_the_plan_says_what_runs_on_tiles():
     assert f"  tiles     {tiles} nodes on tiles of 8 rows: {8 * tiles} rows" in str(plan)
 
 
+def test_rows_are_those_of_the_minibatch():
+    """Instances of as many tiles have a record together, and rows of their own."""
+    batched = jedbatch.batch(lambda params, tree: prune(params, tree).sum())
+    given = trees(0, sites=[4, 12, 20])
+    for cut in (0, 3, 1):
+        some = jax.tree.map(lambda x, cut=cut: x[cut:] if np.ndim(x) else x, given)
+        leaves = list(map(jax.tree.leaves, some))
+        exist = sum(len(own[0]) * ((len(own) - 1) // 2 + 1) for own in leaves)
+        computed, found = on_tiles(batched, some).ragged_rows
+        assert (computed, found) == (on_tiles(batched, given).ragged_rows[0], exist)
+
+
 def test_results_of_one_function_are_not_programs_of_many():
     """Six results of an array are a program each, for all instances; trees in a list are not."""
 

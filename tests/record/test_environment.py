@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 import types
 
 import jax
@@ -12,6 +13,7 @@ from cases.helpers import assert_close
 
 import jedbatch
 from jedbatch._record import environment as _environment
+from jedbatch._record import readers
 from jedbatch._record.environment import Environment
 
 pytestmark = pytest.mark.unoptimized
@@ -111,6 +113,23 @@ def test_every_place_is_looked_at():
         assert not changed()
     finally:
         Layer.bias, SETTINGS.scale = 1.0, 2.0
+
+
+@pytest.mark.parametrize("size", [3, 300, 70_000])
+def test_what_is_large_is_the_same_when_it_is_looked_at_again(size):
+    """Interpreters have one object for each small number, and make others anew."""
+    names = [f"a{i}" for i in range(size)]
+    kind = type("Kind", (), dict.fromkeys(names, 1))
+    fn = lambda x: x  # noqa: E731
+    fn.__dict__.update(dict.fromkeys(names))
+    read = {
+        "class": lambda: readers.of_class(kind),
+        "some of a class": lambda: readers.of_some_of_class(names[:2], kind),
+        "dicts": lambda: readers.of_dicts([dict.fromkeys(names)]),
+        "functions": lambda: readers.of_functions([fn]),
+    }
+    for what, look in read.items():
+        assert all(map(operator.is_, look(), look())), what
 
 
 class Base:
