@@ -11,6 +11,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import any_traced, configuration, differences, without_mesh
 from jedbatch._jaxpr.identity import Same, tree_key
+from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._jaxpr.meshes import varies
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.executors import median_seconds
@@ -178,6 +180,13 @@ class Batched(Generic[*Given, Result]):
             self._lane_policy = checked_lane_policy(policy)
             for session in self._sessions.values() if isinstance(policy, LaneFSM) else ():
                 session.programs.outside.use_lane_policy(policy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns what copies and pickles are made of; they have empty caches, and learn anew."""
+        policy = None if isinstance(self._policy, Adaptive) else self._policy
+        options = replace(self._options, counter=self._options.counter and LaneCounter())
+        given = self._arguments.axes, self._out_axes, policy, options
+        return type(self), (self._fn, *given, self._lane_policy)
 
     def _twin(self) -> "Batched":
         """Returns the same function with empty caches, nothing to learn and a list of results."""

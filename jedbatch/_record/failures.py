@@ -36,6 +36,18 @@ RECORDED = (
     "for the other kind, such as `isinstance(x, tuple)`."
 )
 
+THREADS = (
+    "Values are symbolic in the thread that calls the batched function alone, as under `jax.jit`. If "
+    "the function starts threads, give them no symbolic values: prepare data in threads before the "
+    "call, and compute in the function itself."
+)
+CHANGED_MODULES = (
+    "A module of Flax NNX that is made outside of the batched function changes in it: it counts "
+    "random numbers, or keeps statistics. Write `module(x, rngs=nnx.Rngs(key))` with a key in each "
+    "instance for dropout, and `use_running_average=True` for batch normalization; statistics are "
+    "kept where you train, as of `nnx.merge(graphdef, state)` inside and of results outside."
+)
+
 
 def place_of(error: BaseException) -> str:
     """Returns " at file:line", the innermost line of the user's that an error came through.
@@ -69,6 +81,10 @@ def note_instance(
     asks = any("ndarray" in frame.f_code.co_names for frame in frames if is_user_code(frame))
     if asks and any(isinstance(x, np.ndarray) for x in arrays):
         error.add_note(RECORDED)
+    if isinstance(error, jax.errors.UnexpectedTracerError):
+        error.add_note(THREADS)
+    if type(error).__module__.startswith("flax.") and type(error).__name__ == "TraceContextError":
+        error.add_note(CHANGED_MODULES)
 
 
 def note_call(

@@ -67,6 +67,12 @@ def array_type(x: Leaf) -> ArrayType:
             "float32. Write `jax.config.update('jax_enable_x64', True)` at the start of the "
             "program to compute in 64 bits, or `x.astype(numpy.float32)`."
         )
+    if isinstance(dtype, np.dtype) and not dtype.isnative:
+        raise TypeError(
+            f"got {dtype} values (shape {np.shape(x)}), whose bytes are in another order than "
+            "JAX computes with; expected those of this machine. Write "
+            "`x.astype(x.dtype.newbyteorder('='))`."
+        )
     if type(x) is np.ndarray:
         return x.shape, _dtype_in_jax(x.dtype, jax.config.jax_enable_x64), False  # type: ignore[attr-defined]
     aval = getattr(x, "aval", None)

@@ -63,6 +63,8 @@ class StackedInstances(NamedTuple):
 
 def first_row(x: Array) -> Array:
     """Returns the first row of an array, also where a mesh with explicit axes has its rows."""
+    if isinstance(x, np.ndarray):
+        return x[0, ...]
     sharding = jax.typeof(x).sharding
     if not sharding.spec or sharding.spec[0] is None:
         return x[0, ...]

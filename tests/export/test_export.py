@@ -194,7 +194,8 @@ def test_the_policy_for_lanes_is_that_of_programs_for_other_platforms():
         return jedbatch.policies.least_loss(frontier)
 
     given = [(jnp.int32(n), jnp.ones(4)) for n in range(3)]
-    batched = jedbatch.batch(lambda p, x: (p, loop_in_loop(*x)), lane_policy=policy)
+    fn = lambda p, x: (p, loop_in_loop(*x))  # noqa: E731
+    batched = jedbatch.batch(fn, lane_policy=policy, control_flow="lanes")
     for platform in ("cpu", "cuda"):
         asked.clear()
         batched.export(jnp.ones(()), given, platforms=[platform])

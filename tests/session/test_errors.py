@@ -1,6 +1,7 @@
 """Bad input: what came, what was expected, what to write instead."""
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import jax
@@ -609,3 +610,67 @@ def test_every_error_has_a_page_of_help():
     for name in jedbatch.errors.__all__:
         page = getattr(jedbatch.errors, name).__doc__
         assert all(word in page for word in ("**Symptom.**", "**Reason.**", "**Cure.**"))
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f8", ">i4", ">u2", ">c8"])
+def test_arrays_whose_bytes_are_in_another_order(dtype):
+    """JAX takes none; the message says what to write, wherever they are."""
+    x = np.ones(4).astype(dtype)
+    fn = lambda p, x: jnp.tanh(x) * p  # noqa: E731
+    batched, named = jedbatch.batch(fn), jedbatch.cell(lambda p, x: x * p)
+    calls = [
+        lambda: batched(1.0, [x]),
+        lambda: batched(1.0, np.ones((9, 4)).astype(dtype)),
+        lambda: batched(1.0, [x[:n] for n in (2, 3)]),
+        lambda: batched(x, [np.float32(1)]),
+        lambda: jedbatch.batch(lambda p, y: named(y, x))(1.0, [np.ones(4, np.float32)]),
+        lambda: jedbatch.batch(lambda p, y: (y, x))(1.0, [np.float32(1)]),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=r"got >.. values .* Write `x.astype\(x.dtype.newbyte"):
+            call()
+    cured = x.astype(x.dtype.newbyteorder("=")).astype(np.float32)
+    assert_close(batched(1.0, [cured]), jnp.stack([fn(1.0, cured)]), 1e-6)
+
+
+@pytest.mark.parametrize("function", [lambda p, x: x * p, jedbatch.cell(lambda p, x: x * p)])
+def test_threads_that_compute_with_symbolic_values(function):
+    def fn(p, x):
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(function, p, x).result()
+
+    with pytest.raises(jax.errors.UnexpectedTracerError) as caught:
+        jedbatch.batch(fn)(2.0, [np.ones(3, np.float32)])
+    assert any("give them no symbolic values" in note for note in caught.value.__notes__)
+
+    def prepared(p, x):  # what threads may do
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(lambda: np.arange(3.0, dtype=np.float32)).result() * x * p
+
+    given = [np.ones(3, np.float32)] * 2
+    expected = jnp.stack([prepared(2.0, x) for x in given])
+    assert_close(jedbatch.batch(prepared)(2.0, given), expected, 1e-6)
+
+
+def test_modules_of_nnx_that_change():
+    """Dropout and batch normalization: an error says what to write, and that works."""
+    nnx = pytest.importorskip("flax.nnx")
+    drop = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    norm = nnx.BatchNorm(4, rngs=nnx.Rngs(0))
+    xs = [np.full(4, i + 1, np.float32) for i in range(3)]
+    for module in (drop, norm):
+        with pytest.raises(Exception, match="different trace level") as caught:
+            jedbatch.batch(lambda p, x, module=module: module(x[None]) * p)(1.0, xs)
+        assert any("rngs=nnx.Rngs(key)" in note for note in caught.value.__notes__)
+
+    def dropped(p, instance):
+        key, x = instance
+        return drop(x, rngs=nnx.Rngs(key)) * p
+
+    def normalized(p, x):
+        return norm(x[None], use_running_average=True)[0] * p
+
+    keyed = list(zip(jax.random.split(jax.random.key(1), 3), xs, strict=True))
+    for fn, given in ((dropped, keyed), (normalized, xs)):
+        expected = jnp.stack([fn(2.0, x) for x in given])
+        assert_close(jedbatch.batch(fn)(2.0, given), expected, 1e-5)
