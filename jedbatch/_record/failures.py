@@ -37,9 +37,9 @@ RECORDED = (
 )
 
 THREADS = (
-    "Values are symbolic in the thread that calls the batched function alone, as under `jax.jit`. If "
-    "the function starts threads, give them no symbolic values: prepare data in threads before the "
-    "call, and compute in the function itself."
+    "Values are symbolic in the thread that calls the batched function alone, as under `jax.jit`. "
+    "If the function starts threads, give them no symbolic values: prepare data in threads, and "
+    "compute in the function itself."
 )
 CHANGED_MODULES = (
     "A module of Flax NNX that is made outside of the batched function changes in it: it counts "

@@ -144,7 +144,7 @@ class ProgramCache:
         return self.key[:-1]
 
     @property
-    def configuration(self) -> tuple[Any, ...]:
+    def configuration(self) -> Any:
         """How JAX is configured for these programs, which comes before that policy."""
         return self.key[-2]
 
