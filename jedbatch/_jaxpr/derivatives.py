@@ -41,7 +41,7 @@ from jedbatch._jaxpr.meshes import (
     run_on_no_mesh,
     varying_alike,
 )
-from jedbatch._jaxpr.versions import Equation
+from jedbatch._jaxpr.versions import Equation, token_program
 from jedbatch._support.types import Array
 
 Partial = Sequence[Array]  # values, or None, which stands for zeros
@@ -270,7 +270,7 @@ def bind_program(program: DifferentiableProgram, args: Sequence[Array]) -> list[
     """Runs a program, whatever transforms it."""
     primitive = with_tangents_p if isinstance(program, WithTangents) else program_p
     args = args if program.on_mesh else varying_alike(args)
-    return primitive.bind(*args, program=program)
+    return primitive.bind(*args, program=program, token=token_program())
 
 
 def with_replaced(values: Sequence[Array], places: Sequence[int], by: Sequence[Any]) -> list[Array]:
@@ -347,15 +347,15 @@ with_tangents_p = _primitive("batched_program_with_tangents")
 tangents_p = _primitive("tangents_of_batched_program")
 
 
-def _run_program(*args: Array, program: DifferentiableProgram) -> list[Array]:
+def _run_program(*args: Array, program: DifferentiableProgram, **_: Any) -> list[Array]:
     return list(program.run(*args))
 
 
-def _run_traced(*args: Array, program: DifferentiableProgram) -> list[Array]:
+def _run_traced(*args: Array, program: DifferentiableProgram, **_: Any) -> list[Array]:
     return list(program.traced(*args))
 
 
-def _result_types(*avals: Any, program: DifferentiableProgram) -> list[Any]:
+def _result_types(*avals: Any, program: DifferentiableProgram, **_: Any) -> list[Any]:
     if not isinstance(program, WithTangents):
         if program.on_mesh:
             return list(jax.make_jaxpr(program.traced)(*avals).out_avals)
@@ -396,7 +396,7 @@ def _lowering(run: Callable) -> Callable:
 
 
 def _push(
-    primals: Partial, tangents: Partial, *, program: DifferentiableProgram
+    primals: Partial, tangents: Partial, *, program: DifferentiableProgram, **_: Any
 ) -> tuple[list[Array], list[Array]]:
     """The rule of forward mode."""
     which = [
@@ -420,7 +420,7 @@ def _tangent_type(x: object) -> Any:
     return jax.typeof(x).to_tangent_aval()
 
 
-def _batch(axis: Any, args: Partial, dims: Any, *, program: DifferentiableProgram) -> Any:
+def _batch(axis: Any, args: Partial, dims: Any, *, program: DifferentiableProgram, **_: Any) -> Any:
     if all(d is None for d in dims):
         results = bind_program(program, args)
         return results, [None] * len(results)
@@ -442,7 +442,7 @@ for _p in (program_p, with_tangents_p):
     mlir.register_lowering(_p, _lowering(_run_traced))
 
 
-def _split(trace: object, *tracers: Array, program: WithTangents) -> list[Any]:
+def _split(trace: object, *tracers: Array, program: WithTangents, **_: Any) -> list[Any]:
     """Linearizes: what is known is computed, the tangents wait for theirs."""
     values = [t.pval.get_known() for t in tracers]
     args = values[: program.num_args]
@@ -450,7 +450,7 @@ def _split(trace: object, *tracers: Array, program: WithTangents) -> list[Any]:
         return bind_program(program, values)
     if any(x is None for x in args):
         with set_current_trace(trace):
-            return program_p.bind(*tracers, program=program)
+            return program_p.bind(*tracers, program=program, token=token_program())
     results, residuals = program.of.known(*args)
     program.note(results)
     avals = tuple(_tangent_type(x) for x in results if has_tangent(x))
@@ -462,6 +462,7 @@ def _split(trace: object, *tracers: Array, program: WithTangents) -> list[Any]:
             program=program,
             count=len(residuals),
             avals=avals,
+            token=token_program(),
         )
     return [*results, *outs]
 
@@ -482,7 +483,7 @@ def _split_equation(saveable: Any, unknown: Any, there: Any, eqn: Equation) -> A
         invars=eqn.invars[:count],
         outvars=eqn.outvars[:k],
         primitive=with_tangents_p if isinstance(program.of, WithTangents) else program_p,
-        params={"program": program.of},
+        params={**eqn.params, "program": program.of},
     )
     return primal, eqn, [i >= k for i in range(results)], [True] * results, missing
 
@@ -499,13 +500,15 @@ def _split_operands(
     return operands[:start], operands[start : start + count], operands[start + count :]
 
 
-def _run_tangents(*operands: Array, program: WithTangents, count: int, avals: Any) -> list[Array]:
+def _run_tangents(
+    *operands: Array, program: WithTangents, count: int, avals: Any, **_: Any
+) -> list[Array]:
     args, _, tangents = _split_operands(operands, program, count)
     return program.run(*args, *tangents)[-len(avals) :] if avals else []
 
 
 def _push_tangents(
-    primals: Partial, dots: Partial, *, program: WithTangents, count: int, avals: Any
+    primals: Partial, dots: Partial, *, program: WithTangents, count: int, avals: Any, **_: Any
 ) -> tuple[Any, Any]:
     """Forward mode over tangents; residuals follow from arguments, so they do not move."""
     args, _, tangents = _split_operands(primals, program, count)
@@ -516,7 +519,7 @@ def _push_tangents(
 
 
 def _transpose_tangents(
-    cotangents: Partial, *operands: Array, program: WithTangents, count: int, avals: Any
+    cotangents: Partial, *operands: Array, program: WithTangents, count: int, avals: Any, **_: Any
 ) -> list[Any]:
     args, residuals, tangents = _split_operands(operands, program, count)
     received = [None if isinstance(c, ad.Zero) else c for c in cotangents]
@@ -536,7 +539,14 @@ def _transpose_tangents(
 
 
 def _batch_tangents(
-    axis: Any, operands: Partial, dims: Any, *, program: WithTangents, count: int, avals: Any
+    axis: Any,
+    operands: Partial,
+    dims: Any,
+    *,
+    program: WithTangents,
+    count: int,
+    avals: Any,
+    token: Any,
 ) -> Any:
     args, residuals, tangents = map(list, _split_operands(operands, program, count))
     dims, of_residuals, of_tangents = map(list, _split_operands(dims, program, count))
@@ -557,6 +567,7 @@ def _batch_tangents(
         program=many,
         count=count,
         avals=tuple(on_mesh_of(avals, ShapedArray((axis.size, *a.shape), a.dtype)) for a in avals),
+        token=token,
     )
     return outs, [0] * len(outs)
 

@@ -9,6 +9,10 @@ A `scan`: its parameters name the numbers of constants and carried values in 0.1
 containers of them from 0.11 on. `scan_parts` reads both numbers off shapes instead.
 
 Wrappers of functions are private classes of JAX, which `wrapped_by_jax` knows by name.
+
+JAX keeps what it has found of an operation by the parameters of that, thousands of operations, and
+these parameters with them. It lets go of an entry once a program among the parameters has gone
+(`token_program`).
 """
 
 import functools
@@ -108,6 +112,19 @@ CALLS = {
     "custom_vjp_call_jaxpr": "fun_jaxpr",
     "custom_lin": "call_jaxpr",
 }
+
+
+@functools.cache
+def _empty() -> ClosedProgram:
+    return jax.make_jaxpr(lambda: ())()
+
+
+def token_program() -> ClosedProgram:
+    """Returns an empty program, which is equal to no other.
+
+    As a parameter of an operation it has JAX forget all parameters when the operation has gone.
+    """
+    return _empty().replace(consts=[])
 
 
 def traced_rule(name: str, params: dict[str, Any]) -> tuple[Any, Sequence[Any], tuple]:
