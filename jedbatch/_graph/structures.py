@@ -19,7 +19,7 @@ from jedbatch._graph.inputs import InputColumns, types_and_counts
 from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
-from jedbatch._support.caches import Memory
+from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.native import core
 
 KNOWN = "_structure"  # where a record keeps its structure
@@ -53,12 +53,12 @@ class Structures:
 
     Args:
       limit: how many are kept.
-      most: bytes of graphs that are kept for them, about.
+      budget: of bytes, as of `Memory`.
     """
 
-    def __init__(self, limit: int, most: int):
-        self._known: Memory = Memory(limit, most, _bytes_of)
-        self._short_forms: Memory = Memory(limit)
+    def __init__(self, limit: int, budget: Budget):
+        self._known: Memory = Memory(limit, budget, _bytes_of)
+        self._short_forms: Memory = Memory(limit, budget, _bytes_of_form)
         self._types: dict[ValueType, int] = {}
 
     def of(self, records: Sequence[Record], most: int) -> list[Structure] | None:
@@ -198,6 +198,10 @@ def _share(record: Record) -> tuple[np.ndarray, ...]:
 
 def _bytes_of(_: Hashable, structure: Structure) -> int:
     return structure.record.whole.nbytes_each  # kept as a whole, but mostly with others
+
+
+def _bytes_of_form(form: Hashable, _: object) -> int:
+    return 200 + sum(len(part) for part in form if type(part) is bytes)  # type: ignore[attr-defined]
 
 
 def _columns(graph: Graph) -> tuple[np.ndarray, ...]:

@@ -26,10 +26,10 @@ from jedbatch._ragged.regions import RaggedRecord, Regions, some_are_ragged
 from jedbatch._ragged.tile_templates import TemplateForm, make_templates
 from jedbatch._ragged.tiled_arrays import added_arrays
 from jedbatch._ragged.tiled_graph import TileTemplates, repeat_nodes
-from jedbatch._support.caches import Memory
+from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.types import Array, AxisSize
 
-MAX_EXPANDED, EXPANDED_BYTES = 4096, 1 << 27  # records for numbers of tiles that are kept
+MAX_EXPANDED = 4096  # records for numbers of tiles that are kept
 
 
 class TiledGraph:
@@ -93,11 +93,11 @@ class ExpandedRecord(RaggedRecord):
 class Expansion:
     """Graphs of nodes on tiles for the lengths of instances."""
 
-    def __init__(self, regions: Regions):
+    def __init__(self, regions: Regions, budget: Budget):
         self.regions = regions
         self._known: dict[Any, ExpandedRecord] = Memory(
             MAX_EXPANDED,
-            EXPANDED_BYTES,
+            budget,
             lambda _, record: record.whole.nbytes_each,
         )
 
@@ -114,6 +114,7 @@ class Expansion:
         leaves: Any = [(i, k) for i in tiled for k in records[i].leaves.values()]  # type: ignore
         self.regions.tiles.choose_rows([len(arrays[i][k]) for i, k in leaves])
         size = self.regions.tiles.rows
+        known: dict[Any, ExpandedRecord | None] = {}
         keys: list[Any] = []
         new: dict[Any, tuple[TiledRecord, list[int]]] = {}
         found = []
@@ -125,8 +126,10 @@ class Expansion:
             returned = any(is_ragged(shape) for shape, _ in record.types)
             numbers = lengths if returned else [-(-n // size) for n in lengths]
             key = record, size, *numbers
-            if key not in self._known:
-                new.setdefault(key, (record, lengths))
+            if key not in known:
+                known[key] = self._known.get(key)
+                if known[key] is None:
+                    new[key] = record, lengths
             keys.append(key)
             found.append((form, arrays[i], lengths))
         for i, added in zip(tiled, added_arrays(found, size), strict=True):
@@ -134,7 +137,7 @@ class Expansion:
         fresh = self._expanded(list(new.values()), size)
         made = dict(zip(new, fresh, strict=True))
         for i, key in zip(tiled, keys, strict=True):
-            records[i] = made[key] if key in made else self._known[key]
+            records[i] = made.get(key) or known[key]
         for key, expanded in made.items():
             self._known[key] = expanded
         return records, arrays

@@ -39,11 +39,11 @@ from jedbatch._record.held import held_values
 from jedbatch._record.keys import Keys
 from jedbatch._record.rule_programs import CustomPrograms, custom_programs
 from jedbatch._record.variants import VariantsMet
-from jedbatch._support.caches import Memory
+from jedbatch._support.caches import Budget, Memory, each
 from jedbatch._support.types import Leaf
 
-MANY_FUNCTIONS = 256  # that are known as programs
-MANY_BODIES = 1024  # of operations whose functions with rules are known to be constant
+FUNCTION_BYTES = 1 << 14  # of a function that is known as programs, about
+BODY_BYTES = 1 << 10  # of an operation whose functions with rules are known to be constant
 MAX_CONSTANT_RULES = 1  # of functions in bodies that are equal but for numbers and rules
 
 
@@ -53,14 +53,16 @@ class CustomFunctions:
     Args:
       keys: what operations are told apart by.
       variants: how many variants of operations were met.
+      budget: of bytes.
     """
 
-    def __init__(self, keys: Keys, variants: VariantsMet):
+    def __init__(self, keys: Keys, variants: VariantsMet, budget: Budget | None = None):
         self._keys = keys
         self._variants = variants
-        self._known: dict[Hashable, CustomPrograms | None] = Memory(MANY_FUNCTIONS)
-        self._constant: dict[Hashable, None] = Memory(MANY_BODIES)
-        self._stores: dict[Hashable, Any] = Memory(MANY_FUNCTIONS)
+        of_function = each(FUNCTION_BYTES)
+        self._known: dict[Hashable, CustomPrograms | None] = Memory(None, budget, of_function)
+        self._constant: dict[Hashable, None] = Memory(None, budget, each(BODY_BYTES))
+        self._stores: dict[Hashable, Any] = Memory(None, budget, of_function)
 
     def programs(
         self,

@@ -32,14 +32,12 @@ from jedbatch._jaxpr.versions import (
 from jedbatch._record.closures import function_identity
 from jedbatch._record.environment import Environment
 from jedbatch._record.instance_arrays import is_array
-from jedbatch._support.caches import Memory
+from jedbatch._support.caches import Budget, Memory, each
 from jedbatch._support.types import Leaf
 
-MANY_JAXPRS = 1024  # programs known by identity
-MANY_OPERATIONS = 10_000  # primitives with parameters that are plain
-MANY_FUNCTIONS = 256  # with derivative rules of their own
-MANY_CONSTANTS = 10_000  # results of operations on constants
-CONSTANT_BYTES = 1 << 26
+KEY_BYTES = 1 << 10  # of a key and how it is found, about
+PROGRAM_BYTES = 1 << 13  # of a program that is kept alive, about
+RULE_BYTES = 1 << 15  # of a derivative rule and what it reads, about
 MAX_RULES = 3  # of differentiation, each in the program of another
 PLAIN_PARAMS = frozenset({bool, int, float, str, type(None)})
 
@@ -47,18 +45,25 @@ PLAIN_PARAMS = frozenset({bool, int, float, str, type(None)})
 class Keys:
     """The keys of what has been met.
 
+    Args:
+      budget: of bytes for those that can be found again.
+
     Attributes:
       reached: see `Registry`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget | None = None) -> None:
         self.reached: Mapping[int, Hashable] = {}
-        self._ids: dict[Hashable, Any] = {}
-        self._jaxprs: dict[Hashable, tuple[Hashable, tuple[Number, ...]]] = Memory(MANY_JAXPRS)
-        self._latest: dict[int, tuple[Any, PrimitiveKey, dict]] = Memory(MANY_JAXPRS)
-        self._by_identity: dict[tuple, tuple[PrimitiveKey, dict]] = Memory(MANY_JAXPRS)
-        self._plain: dict[tuple, PrimitiveKey] = Memory(MANY_OPERATIONS)
-        self._read_by: dict[int, Environment] = Memory(MANY_FUNCTIONS)
+        of_key, of_program = each(KEY_BYTES), each(PROGRAM_BYTES)
+        self._ids: dict[Hashable, Any] = {}  # of programs
+        self._primitives: dict[Hashable, PrimitiveKey] = Memory(None, budget, of_key)
+        self._jaxprs: dict[Hashable, tuple[Hashable, tuple[Number, ...]]] = Memory(
+            None, budget, of_program
+        )
+        self._latest: dict[int, tuple[Any, PrimitiveKey, dict]] = Memory(None, budget, of_program)
+        self._by_identity: dict[tuple, tuple[PrimitiveKey, dict]] = Memory(None, budget, of_program)
+        self._plain: dict[tuple, PrimitiveKey] = Memory(None, budget, of_key)
+        self._read_by: dict[int, Environment] = Memory(None, budget, each(RULE_BYTES))
         self._in_rules = 0
 
     def __len__(self) -> int:
@@ -90,7 +95,18 @@ class Keys:
         written = [self._skeleton(program) for program in programs]
         skeleton = (name, *(x for x, _ in written))
         numbers = tuple(x for _, inside in written for x in inside)
-        return PrimitiveKey((*skeleton, *(x.key for x in numbers)), False, numbers, skeleton)
+        return self._interned(skeleton, numbers, is_ragged=False)
+
+    def _interned(
+        self, skeleton: tuple, numbers: tuple[Number, ...], *, is_ragged: bool
+    ) -> PrimitiveKey:
+        """Returns the key of an operation without its numbers and of these, one for equal ones."""
+        content = (*skeleton, *(x.key for x in numbers)) if numbers else skeleton
+        key = self._primitives.get(content)
+        if key is None:
+            key = PrimitiveKey(content, is_ragged, numbers, skeleton)
+            self._primitives[content] = key
+        return key
 
     def primitive_key(self, primitive: object, params: dict[str, Any]) -> PrimitiveKey:
         """A primitive and its parameters as one object.
@@ -113,12 +129,7 @@ class Keys:
             if plain is not None and (known := self._plain.get(plain)) is not None:
                 return known
         skeleton, numbers = self._without_numbers(primitive, params)
-        content = (*skeleton, *(x.key for x in numbers)) if numbers else skeleton
-        key = self._ids.get(("primitive", content))
-        if key is None:
-            is_ragged = bool(symbols_in(params))
-            key = PrimitiveKey(content, is_ragged, numbers, skeleton)
-            self._ids["primitive", content] = key
+        key = self._interned(skeleton, numbers, is_ragged=bool(symbols_in(params)))
         if same is not None:
             self._by_identity[same] = key, params  # ids are good while this is alive
         if plain is not None:
@@ -266,9 +277,9 @@ def identity_of_constant(x: Leaf) -> Hashable:
     return Same(x) if is_array(x) else typed_or_same(x)
 
 
-def memory_of_constants() -> dict[Hashable, list[Any]]:
+def memory_of_constants(budget: Budget) -> dict[Hashable, list[Any]]:
     """Returns a place for results of operations on concrete values, by these."""
-    return Memory(MANY_CONSTANTS, CONSTANT_BYTES, _bytes_of_constant)
+    return Memory(None, budget, _bytes_of_constant)
 
 
 def _bytes_of_constant(key: Any, results: list[Any]) -> int:

@@ -20,9 +20,9 @@ from jedbatch._record.closures import function_identity
 from jedbatch._record.environment import Weakly
 from jedbatch._record.held import OPERAND, held_functions, held_values, with_held_values
 from jedbatch._record.instance_arrays import array_type
-from jedbatch._support.caches import Memory
+from jedbatch._support.caches import Budget, Memory, each
 
-MAX_OPERATIONS = 10_000  # of which numbers are kept
+NUMBERS_BYTES = 1 << 10  # of the numbers of an operation, about
 MAGNITUDE = 8  # binary digits
 MAX_APART = 8  # sets of numbers of one operation on which Python decided, before all are constants
 UNKNOWN = Asked(True, True)  # of calls that have not been looked at
@@ -69,13 +69,14 @@ class Lifting:
       num_lifted: numbers that turned out to be operands.
     """
 
-    def __init__(self, max_constant: int):
+    def __init__(self, max_constant: int, budget: Budget | None = None):
         self.max_constant = max_constant
         self.num_lifted = 0
-        self._met: dict[Hashable, NumbersMet] = Memory(MAX_OPERATIONS)
-        self._compared: dict[Hashable, None] = Memory(MAX_OPERATIONS)
-        self._apart: dict[int, set[tuple]] = Memory(MAX_OPERATIONS)
-        self._asks: dict[int, Asked] = Memory(MAX_OPERATIONS)
+        of_numbers = each(NUMBERS_BYTES)
+        self._met: dict[Hashable, NumbersMet] = Memory(None, budget, of_numbers)
+        self._compared: dict[Hashable, None] = Memory(None, budget, of_numbers)
+        self._apart: dict[int, set[tuple]] = Memory(None, budget, of_numbers)
+        self._asks: dict[int, Asked] = Memory(None, budget, of_numbers)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -151,7 +152,9 @@ class Lifting:
 
         For numbers that Python must know, such as lengths.
         """
-        numbers_met = self._met[skeleton]
+        numbers_met = self._met.get(skeleton)
+        if numbers_met is None:  # forgotten: few sets of numbers are constants
+            return
         integers = [k for k in numbers_met.varying if numbers_met.first[k].value.dtype.kind in "iu"]
         numbers_met.fixed = numbers_met.fixed.union(integers or numbers_met.varying)
         numbers_met.varying = tuple([k for k in numbers_met.varying if k not in numbers_met.fixed])

@@ -46,15 +46,15 @@ from jedbatch._record.lifting import Lifting
 from jedbatch._record.shared_operands import SharedOperands
 from jedbatch._record.shared_values import SharedValue, derived, owned, prologue
 from jedbatch._record.variants import VariantsMet
-from jedbatch._support.caches import Memory
+from jedbatch._support.caches import Budget, Memory, each
 from jedbatch._support.types import Dtype
 from jedbatch.errors import EscapedValueError, SymbolicValueError
 
 # Sets of numbers of an operation, or repetitions on shared values, that are constants.
 MAX_CONSTANT_NUMBERS = 4
 MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
-MANY_CALLS = 10_000  # descriptions of calls kept, before all are forgotten
-MANY_CELLS = 1_000
+CALL_BYTES = 1 << 12  # of the description of a call, and of what it keeps alive, about
+MEMO_BYTES = 1 << 9  # of another way of recording, about
 MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
 NUMBER_TYPES = (int, float, complex, np.generic)
 
@@ -63,6 +63,7 @@ class Registry:
     """All that has been met while recording for one structure of shared arguments.
 
     Attributes:
+      budget: of bytes for what can be forgotten, since it only saves time.
       structure, containers: of the shared arguments; see `_record.containers`.
       node_types, value_types, shared, call_specs, groups: what is interned, by id. The leaves of
         the shared arguments come first among the shared values.
@@ -94,8 +95,13 @@ class Registry:
     """
 
     def __init__(
-        self, leaf_avals: Sequence[ShapedArray], structure: PyTreeDef, bounds_loops: bool = False
+        self,
+        leaf_avals: Sequence[ShapedArray],
+        structure: PyTreeDef,
+        budget: Budget | None = None,
+        bounds_loops: bool = False,
     ):
+        self.budget = budget = budget or Budget()
         self.structure = structure
         self.num_leaves = len(leaf_avals)
         self.bounds_loops = bounds_loops
@@ -109,24 +115,26 @@ class Registry:
         self.call_specs = CallSpecs()
         self.groups: list[tuple] = []
         self.units: list[tuple[tuple[int, ...], Hashable]] = []
-        self.calls: dict[Hashable, CallSpec] = {}
-        self.cells: dict[Any, Any] = Memory(MANY_CELLS)
+        self.calls: dict[Hashable, CallSpec] = Memory(None, budget, each(CALL_BYTES))
+        self.cells: dict[Any, Any] = Memory(None, budget, each(CALL_BYTES))
         self.numbers: dict[type, tuple[int, int]] = {}
         self.arrays: dict[tuple, tuple[int, int]] = {}
         self.nodes: dict[Hashable, str] = {}
         self.shared_in: dict[Hashable, tuple[int, ...]] = {}
         self.num_recorded = 0
         self.slow_calls: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._kept: list[Any] = []
-        self.constants = memory_of_constants()
+        self.constants = memory_of_constants(budget)
         self._ids: dict[Hashable, Any] = {}
         self._value_type_ids: dict[tuple, int] = {}  # by what makes them, for those met before
-        self.keys = Keys()
+        self.keys = Keys(budget)
         self._of_states: dict[int, dict[Hashable, CallSpec]] = Memory(MAX_READ_STATES)
-        self._of_user: dict[Hashable, CallSpec] = self._of_states.setdefault(0, {})
-        self.operations: dict[tuple, tuple[CallSpec, tuple[int, ...]]] = {}
-        self.chains: dict[tuple, list[CallSpec]] = {}
-        self.operators: dict[tuple, Any] = {}
+        self._of_user = self._of_state(0)
+        of_memo = each(MEMO_BYTES)
+        self.operations: dict[tuple, tuple[CallSpec, tuple[int, ...]]] = Memory(
+            None, budget, of_memo
+        )
+        self.chains: dict[tuple, list[CallSpec]] = Memory(None, budget, of_memo)
+        self.operators: dict[tuple, Any] = Memory(None, budget, of_memo)
         self._single: dict[int, CallSpec] = {}
         self._alike: dict[Hashable, Alike] = {}
         self._known_transient: dict[int, bool] = {}
@@ -140,8 +148,8 @@ class Registry:
         self._number = 0
         self.warned: set[type] = set()  # of performance
         self.variants = VariantsMet(self.warned)
-        self.custom = CustomFunctions(self.keys, self.variants)
-        self.lifting = Lifting(MAX_CONSTANT_NUMBERS)
+        self.custom = CustomFunctions(self.keys, self.variants, budget)
+        self.lifting = Lifting(MAX_CONSTANT_NUMBERS, budget)
         self.arities = Arities(self.node_types, self._add_type_like, self.keys.params_key)
         self.shared_operands = SharedOperands((self.operations, self.operators, self.chains))
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
@@ -149,9 +157,9 @@ class Registry:
 
     @property
     def size(self) -> int:
-        """The number of entries of everything recorded."""
-        num_known = len(self._ids) + len(self.keys) + len(self._of_user) + len(self.variants)
-        return num_known + len(self.operations) + len(self.operators) + len(self.chains)
+        """The number of entries that types are made of, and that are not forgotten one by one."""
+        known = self._ids, self.keys, self.variants, self.shared_operands
+        return sum(map(len, known))
 
     @property
     def types(self) -> tuple[NodeType, ...]:
@@ -268,7 +276,8 @@ class Registry:
             found = itertools.filterfalse(self.is_reached, extra)
             again = lambda: self.trace(name, call, shared, operands, alone)[0]  # noqa: E731
             if user_code and self.hidden.note(call_spec, name, key, jaxpr, found, again):
-                del call_specs[full]
+                if full in call_specs:  # it may have been forgotten
+                    del call_specs[full]
             elif user_code and not extra:
                 self._note_symbols(full, call_spec, jaxpr)
         return call_spec
@@ -343,11 +352,17 @@ class Registry:
         if reached.number != self._number:
             self.forget_calls()
             self._number = reached.number
-            self._of_user = self._of_states.setdefault(reached.number, {})
+            self._of_user = self._of_state(reached.number)
         self.reached, self.things_reached = reached.ways, reached.things
         self.keys.reached = self.reached
         self.arrays_reached = dict(zip(reached.names, reached.arrays, strict=True))
         self.is_traced = any(isinstance(x, Tracer) for x in reached.arrays)
+
+    def _of_state(self, number: int) -> dict[Hashable, CallSpec]:
+        """Returns how cells are recorded that read what they read then, besides their arguments."""
+        if number not in self._of_states:
+            self._of_states[number] = Memory(None, self.budget, each(CALL_BYTES))
+        return self._of_states[number]
 
     def is_reached(self, index: int) -> bool:
         """Returns whether a shared value depends on arrays that the function reaches alone."""
@@ -373,7 +388,6 @@ class Registry:
         """Forgets the descriptions of calls."""
         self.calls.clear()
         self.cells.clear()
-        self._kept.clear()
 
     def _label(self, name: str, static: str, operands, shared) -> str:
         """A type in words that do not depend on what was met before."""
@@ -433,11 +447,8 @@ class Registry:
 
     def remember(self, described: Any, call_spec: CallSpec) -> None:
         """Files a call spec under a `Description` of a call."""
-        if len(self.calls) > MANY_CALLS:
-            self.forget_calls()
         if described.key in self.calls:  # the description had to be found again
             return
-        self._kept += described.keep
         widths = tuple(described.widths)
         self.calls[described.key] = self.add_call_spec(
             call_spec.node_type, widths, call_spec.results, call_spec.tree

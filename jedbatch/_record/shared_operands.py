@@ -23,8 +23,9 @@ elements that are shared are values as well once there were two lengths: only th
 lists of all lengths one type (see `_record.granularity.lists`).
 """
 
+import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from jax.core import ShapedArray
 
@@ -69,6 +70,11 @@ class SharedOperands:
         self._with_values: set[Hashable] = set()  # operations
         self._lengths: dict[Hashable, set[int]] = {}  # of lists with shared elements, by element
 
+    def __len__(self) -> int:
+        """Returns how many ways are kept."""
+        ways = itertools.chain(self._ways.values(), self._ways_of_operations.values())
+        return sum(map(len, ways))
+
     def values_of(
         self,
         name: str,
@@ -103,12 +109,14 @@ class SharedOperands:
         self.num_instances += self._is_repeated and not self.is_one_by_one
         self._is_repeated = False
         new_in = self._new_in.setdefault(operation, set())
-        for instances in (new_in, self._new_in_any):
-            instances.add(self.num_instances)
+        for instances, most in ((new_in, MAX_INSTANCES), (self._new_in_any, MAX_INSTANCES_IN_ALL)):
+            if len(instances) <= most:
+                instances.add(self.num_instances)
         in_all = len(self._new_in_any) > MAX_INSTANCES_IN_ALL and len(ways) > 1
         if len(new_in) <= MAX_INSTANCES and not in_all:
             return []
         self._with_values.add(operation)
+        del self._ways_of_operations[operation], self._new_in[operation]
         self._begin_anew()
         return small
 
@@ -149,22 +157,30 @@ class SharedOperands:
           Those that are shared and have to be values.
         """
         key = cell, tuple((shape, dtype) for _, shape, dtype in arguments)
-        way = tuple(index for index, _, _ in arguments)
+        values = self._values.setdefault(key, set())
+        way = _with_values([index for index, _, _ in arguments], values)
         ways = self._ways.setdefault(key, set())
         if way not in ways:
             ways.add(way)
             if len(ways) > MAX_WAYS:
-                self._find(key, ways, [math.prod(shape) for _, shape, _ in arguments])
-        return [k for k in self._values.get(key, ()) if way[k] != VALUE]
+                self._find(ways, values, [math.prod(shape) for _, shape, _ in arguments])
+        return [k for k in values if arguments[k][0] != VALUE]
 
-    def _find(self, key: Hashable, ways: set[tuple[int, ...]], sizes: Sequence[int]) -> None:
+    def _find(self, ways: set[tuple[int, ...]], values: set[int], sizes: Sequence[int]) -> None:
         """Finds the arguments that are shared in some calls and values in others."""
-        values = self._values.setdefault(key, set())
         for k, indices in enumerate(zip(*ways, strict=True)):
             mixed = VALUE in indices and len(set(indices)) > 1
             if mixed and k not in values and sizes[k] <= MAX_SIZE:
                 values.add(k)
                 self.revision += 1
+        fewer = {_with_values(way, values) for way in ways}
+        ways.clear()
+        ways.update(fewer)
+
+
+def _with_values(way: Sequence[int], values: Collection[int]) -> tuple[int, ...]:
+    """Returns a way of calling a cell some of whose arguments are values in all calls."""
+    return tuple([VALUE if k in values else index for k, index in enumerate(way)])
 
 
 def _is_element(name: str, aval: ShapedArray) -> bool:

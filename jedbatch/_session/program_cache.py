@@ -64,7 +64,6 @@ from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array, ControlFlowName, Leaf, PyTree
 
 MAX_ROUNDS = 512  # layouts of rounds that are kept
-MAX_ROUND_BYTES = 1 << 28  # of these
 MAX_PROGRAMS = 64  # compiled for one structure of shared arguments
 MAX_ROW_CAPACITIES = 16  # for the calls of a region
 RowCapacities = dict[tuple[Region, bool], list[RowCapacity]]  # with a reverse, or without one
@@ -112,11 +111,10 @@ class ProgramCache:
         }
         self.target, self._executor = target, executor
         self.environment, self.key = environment, key
-        self.rounds: dict[Hashable, Placement] = Memory(
-            MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round
-        )
+        budget = registry.budget
+        self.rounds: dict[Hashable, Placement] = Memory(MAX_ROUNDS, budget, _bytes_of_round)
         self.templates: dict[Hashable, RoundTemplate | None] = Memory(
-            MAX_ROUNDS, MAX_ROUND_BYTES, _bytes_of_round
+            MAX_ROUNDS, budget, _bytes_of_round
         )
         self.workspaces: dict[int, Signature] = Memory(MAX_PROGRAMS)
         self.ways: dict[tuple[int, ...], Mapping[int, tuple[int, int]] | None] = Memory(MAX_ROUNDS)

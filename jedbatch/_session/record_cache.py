@@ -19,7 +19,7 @@ from jedbatch._record.instance_key import keys_with_arrays
 from jedbatch._record.registry import MAX_READ_STATES, Registry
 from jedbatch._session.merging import Merging
 from jedbatch._session.options import Options
-from jedbatch._support.caches import Memory
+from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array
 
@@ -33,12 +33,12 @@ class RecordsOfArrays:
     So all is forgotten once something is.
 
     Args:
-      limit, most: instances that are kept, and bytes, as of `Memory`.
+      limit, budget: instances that are kept, and bytes, as of `Memory`.
     """
 
-    def __init__(self, limit: int, most: int):
+    def __init__(self, limit: int, budget: Budget):
         self._dtypes: dict[np.dtype[Any], int] = {}
-        self._records = Memory(limit, most, _bytes_of_record)
+        self._records = Memory(limit, budget, _bytes_of_record)
         self._learned: Hashable = None
 
     @property
@@ -125,16 +125,16 @@ class RecordCache:
         self.unmarked: Blocks | None = self.merging and self.merging.blocks
         self.lists = StackedLists(registry) if options.granularity is None else None
         self.readouts = Readouts(registry) if options.granularity is None else None
-        self._limit, self._limit_bytes = options.cache_size, options.cache_bytes
+        self._limit = options.cache_size
         self._known: dict[int, Memories] = Memory(MAX_READ_STATES)
         self._number = NOWHERE.number
         self.by_key, self.by_id, self.with_arrays = self._memories(NOWHERE.number)
         registry.read(NOWHERE)
         apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
-        families: Memory = Memory(self._limit, self._limit_bytes // 4, _bytes_of_family)
-        self.lengths = Lengths(apart, families)
+        self._families: Memory = Memory(self._limit, registry.budget, _bytes_of_family)
+        self.lengths = Lengths(apart, self._families)
         self.regions = Regions(registry, target.rest_work)
-        self.expansion = Expansion(self.regions)
+        self.expansion = Expansion(self.regions, registry.budget)
 
     def read(self, reached: Reached) -> None:
         """Sets what recordings read besides their arguments, until `nothing_to_read` is called."""
@@ -143,20 +143,15 @@ class RecordCache:
             return
         self._number = reached.number
         self.by_key, self.by_id, self.with_arrays = self._memories(reached.number)
-        while sum(m.bytes for each in self._known.values() for m in each) > self._limit_bytes:
-            other_numbers = [number for number in self._known if number != reached.number]
-            if not other_numbers:
-                break
-            del self._known[other_numbers[0]]
 
     def _memories(self, number: int) -> Memories:
         """Returns the memories for what is read."""
         if number not in self._known:
-            half, quarter = self._limit_bytes // 2, self._limit_bytes // 4
+            limit, budget = self._limit, self.registry.budget
             self._known[number] = Memories(
-                Memory(self._limit, half, _bytes_of_record),
-                Memory(self._limit, quarter, _bytes_of_seen),
-                RecordsOfArrays(self._limit, quarter),
+                Memory(limit, budget, _bytes_of_record),
+                Memory(limit, budget, _bytes_of_seen),
+                RecordsOfArrays(limit, budget),
             )
         return self._known[number]
 

@@ -32,11 +32,11 @@ from jedbatch._session.options import Options
 from jedbatch._session.program_cache import MAX_PROGRAMS, ProgramCache
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._session.refilled import RefilledProgram
-from jedbatch._support.caches import Memory
+from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.types import Array
 
-MAX_MINIBATCHES, MINIBATCH_BYTES = 1024, 1 << 26  # that are kept as they were planned
-MANY_ENTRIES = 50_000  # of what has been met, before all is forgotten
+MAX_MINIBATCHES = 1024  # that are kept as they were planned
+MANY_ENTRIES = 50_000  # of what types are made of, before all is forgotten
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Session:
     regions_in_a_row: int = 0
     lengths_in_a_row: int = 0
     arranged: Memory = field(default_factory=lambda: Memory(0))
-    structures: Structures = field(default_factory=lambda: Structures(0, 0))
+    structures: Structures = field(default_factory=lambda: Structures(0, Budget()))
     mapped: dict[tuple[Record, tuple[int, ...]], MappedProgram] = field(
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
@@ -114,7 +114,8 @@ class Session:
           key: of this session among those of the batched function.
           lane_policy: which block runs next where nodes are at different places of a program.
         """
-        registry = Registry(avals, structure, options.max_steps is not None)
+        budget = Budget(options.cache_bytes)
+        registry = Registry(avals, structure, budget, options.max_steps is not None)
         programs = ProgramCache(
             registry,
             target,
@@ -127,12 +128,10 @@ class Session:
             options.counter,
         )
         session = cls(registry, RecordCache(registry, options, target), programs)
-        num_bytes = min(MINIBATCH_BYTES, options.cache_bytes // 4)
-        limit = min(MAX_MINIBATCHES, options.cache_size) if num_bytes else 0
-        session.arranged = Memory(limit, num_bytes, lambda _, arranged: arranged.nbytes)
-        most = options.cache_bytes // 4
-        session.paths = Memory(options.cache_size, most, _bytes_of_known)
-        session.structures = Structures(options.cache_size, options.cache_bytes // 4)
+        limit = min(MAX_MINIBATCHES, options.cache_size) if options.cache_bytes else 0
+        session.arranged = Memory(limit, budget, lambda _, arranged: arranged.nbytes)
+        session.paths = Memory(options.cache_size, budget, _bytes_of_known)
+        session.structures = Structures(options.cache_size, budget)
         if options.granularity is None and target.projection_bytes:
             session.projections = Projections(registry, target.projection_bytes)
         return session

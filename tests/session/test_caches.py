@@ -11,8 +11,6 @@ from cases.helpers import assert_close
 
 import jedbatch
 from jedbatch._batch import batched as _batch
-from jedbatch._record import keys as _keys
-from jedbatch._record import registry as _registry
 from jedbatch._session import program_cache
 from jedbatch._session import session as _session
 from jedbatch._support.caches import Memory
@@ -92,9 +90,10 @@ def test_instances_by_bytes():
     batched = jedbatch.batch(encode, cache_bytes=40_000)
     for n in range(1, 40):
         batched.plan(P, [chain(n)], gradient=False)
-    records = session_of(batched).records
-    assert 0 < len(records.by_key) < 39
-    assert records.by_key.bytes + records.by_id.bytes <= 40_000
+    session = session_of(batched)
+    assert 0 < len(session.records.by_key) < 39
+    kept = session.records.by_key.bytes + session.records.by_id.bytes + session.arranged.bytes
+    assert 0 < kept <= session.registry.budget.bytes <= 40_000
     assert batched.plan(P, [chain(39)]).host.num_known == 1
     assert batched.plan(P, [chain(1)]).host.num_known == 0
 
@@ -117,19 +116,14 @@ def constants(p, t):
 
 
 @pytest.mark.parametrize("fn", [scan, cells, jitted, constants])
-def test_what_is_made_anew_is_forgotten(fn, monkeypatch):
+def test_what_is_made_anew_is_forgotten(fn):
     """Programs, cells and constants that every instance makes."""
-    monkeypatch.setattr(_keys, "MANY_JAXPRS", 20)
-    monkeypatch.setattr(_registry, "MANY_CALLS", 20)
-    monkeypatch.setattr(_keys, "MANY_CONSTANTS", 20)
-    batched = jedbatch.batch(fn, cache_size=4)
+    batched = jedbatch.batch(fn, cache_size=4, cache_bytes=100_000)
 
     def kept(begin):
         batched.plan(P, [(n, 0) for n in range(begin, begin + 50)], gradient=False)
         registry = session_of(batched).registry
-        keys = registry.keys
-        assert max(len(keys._jaxprs), len(keys._by_identity), len(registry.constants)) <= 20
-        assert registry._num_calls <= 21
+        assert registry.budget.bytes <= 100_000
         return registry.size, len(registry.call_specs), len(registry.node_types)
 
     first = kept(0)
@@ -257,7 +251,8 @@ def test_minibatches_by_bytes():
     batched = jedbatch.batch(encode, cache_bytes=400_000)
     for n in range(1, 60):
         batched.plan(P, [chain(n)], gradient=False)
-    assert 0 < session_of(batched).arranged.bytes <= 100_000
+    session = session_of(batched)
+    assert 0 < session.arranged.bytes < session.registry.budget.bytes <= 400_000
     nothing = jedbatch.batch(encode, cache_size=0)
     assert planned_anew(nothing, [chain(3)])[1]
     assert planned_anew(nothing, [chain(3)])[1]

@@ -17,6 +17,7 @@ from jedbatch._schedule.heuristics import FALLBACKS, depth
 from jedbatch._schedule.policy import schedule, schedule_copies
 from jedbatch._session.copies import Copies
 from jedbatch._session.verify import verify
+from jedbatch._support.caches import Budget
 from jedbatch.models.workloads import WORKLOADS
 
 pytestmark = pytest.mark.unoptimized
@@ -214,7 +215,7 @@ def test_instances_have_one_structure_if_their_graphs_do(monkeypatch, native):
     session = batched._session((params,))[0]
     records = [batched._record(session, [(x,)])[0][0] for x in instances[:10]]
     records += batched._record(session, [(x,) for x in instances])[0]
-    found = Structures(100, 1 << 20).of(records, len(records))
+    found = Structures(100, Budget()).of(records, len(records))
     for a, own in zip(records, found, strict=True):
         for b, other in zip(records, found, strict=True):
             assert (own is other) == (a.form == b.form) == compute_the_same(a, b)
@@ -239,7 +240,7 @@ def test_instances_recorded_together_are_compared_with_the_first_like_each(monke
     monkeypatch.setattr(
         structures, "compute_the_same", lambda *two: compared.append(two) or compute_the_same(*two)
     )
-    own = Structures(100, 1 << 20)
+    own = Structures(100, Budget())
     for _ in range(2):
         records = batched._record(session, [(renumbered(x, rng),) for x in instances])[0]
         found = own.of(records, len(records))
@@ -258,7 +259,7 @@ def test_instances_with_results_of_other_structures_have_another_one(monkeypatch
     batched = jedbatch.batch(lambda x: {x[0]: double(x[1])}, in_axes=0, out_axes=None)
     instances = [(name, float(n)) for n, name in enumerate("ababbaab")]
     records = batched._record(batched._session(())[0], [(x,) for x in instances])[0]
-    found = Structures(100, 1 << 20).of(records, len(records))
+    found = Structures(100, Budget()).of(records, len(records))
     for (name, _), own in zip(instances, found, strict=True):
         for (other_name, _), other in zip(instances, found, strict=True):
             assert (own is other) == (name == other_name)

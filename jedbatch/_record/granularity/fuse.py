@@ -478,7 +478,7 @@ class Variants:
             return
         if cell not in self._products:  # the first ones have no template yet
             self.revision += 1
-            self._registry.calls.clear()  # so that they come by here
+            self._registry.forget_calls()  # so that they come by here
             self._products[cell] = set()
         types = self._registry.node_types
         template = variants[variant] = make_template(

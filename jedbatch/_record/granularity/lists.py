@@ -47,7 +47,10 @@ from jedbatch._record.granularity.node_arrays import NodeArrays
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec, Registry
 from jedbatch._record.shared_operands import STACKS
+from jedbatch._support.caches import Memory
 from jedbatch._support.types import Leaf
+
+STEP_BYTES = 1 << 9  # of an operation in a template, about
 
 
 class ListTemplate(NamedTuple):
@@ -84,7 +87,9 @@ class StackedLists:
         self._lengths: dict[Hashable, set[int]] = {}
         self._num_uses: dict[Hashable, dict[int, set[int]]] = {}  # and lengths, by the number
         self._call_specs: dict[Hashable, CallSpec | None] = {}
-        self._templates: dict[ListTemplate, set[int]] = {}  # with the lengths they were found with
+        self._templates: Memory = Memory(  # the lengths they were found with
+            None, registry.budget, _bytes_of_template
+        )
         self.axes = ListAxes(registry)
 
     def merge(
@@ -139,7 +144,10 @@ class StackedLists:
 
     def note(self, template: ListTemplate, length: int) -> None:
         """Notes that operations were found to be done with a list of some length."""
-        self._templates.setdefault(template, set()).add(length)
+        lengths = self._templates.use(template)
+        if lengths is None:
+            lengths = self._templates[template] = set()
+        lengths.add(length)
 
     @property
     def templates(self) -> list[ListTemplate]:
@@ -205,6 +213,10 @@ class StackedLists:
         listed = unstacked.bit_count()
         registry.arities.note(cell, _of_lists, args, slots, call_spec.node_type, listed)
         return call_spec
+
+
+def _bytes_of_template(template: ListTemplate, _: set[int]) -> int:
+    return STEP_BYTES * (1 + len(template.steps))
 
 
 def _of_lists(lists: Any, others: Any) -> None:
