@@ -64,6 +64,7 @@ from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array, ControlFlowName, Leaf, PyTree
 
 MAX_ROUNDS = 512  # layouts of rounds that are kept
+ROUND_BYTES = 1 << 15  # of one, about, besides its nodes
 MAX_PROGRAMS = 64  # compiled for one structure of shared arguments
 MAX_ROW_CAPACITIES = 16  # for the calls of a region
 RowCapacities = dict[tuple[Region, bool], list[RowCapacity]]  # with a reverse, or without one
@@ -600,4 +601,4 @@ class ProgramCache:
 
 
 def _bytes_of_round(key: tuple, _: Placement | RoundTemplate | None) -> int:
-    return 8 * sum(len(part) for part in key if isinstance(part, bytes))
+    return ROUND_BYTES + 8 * sum(len(part) for part in key if isinstance(part, bytes))
