@@ -168,8 +168,9 @@ def batch(
         for instances that cannot be compared by value; their graphs are then remembered too.
       cache_size: how many instances' graphs are remembered. Instances are remembered if they are
         made of tuples, lists, dicts, frozen dataclasses, numbers, strings and arrays.
-      cache_bytes: how many bytes these may take, about; those that came first are forgotten first.
-        `Batched.clear` forgets all.
+      cache_bytes: how many bytes these and all else that is kept to save time may take together,
+        about, for each structure of shared arguments; the kind that takes most forgets what came
+        first. Types and programs are not among them. `Batched.clear` forgets all.
       layout: how nodes are ordered inside of batches, so that operands are slices: "auto" does
         what pays on arbitrary minibatches; "append", "longest", "reader" and "pq" are described
         in `jedbatch.layout`.

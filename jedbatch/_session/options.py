@@ -29,7 +29,7 @@ class Options:
       counter: counts the steps of loops and branches; None to count none.
       granularity: the name of what a node is; None lets the first minibatches say.
       key: gives the part of an instance that decides its graph.
-      cache_size, cache_bytes: limits of the instances that are kept.
+      cache_size, cache_bytes: most instances that are kept, and bytes of all caches of a session.
       target: what programs are made for; None takes that of the shared arguments.
     """
 
