@@ -66,7 +66,7 @@ class Memory(collections.OrderedDict):
         self._weights: dict[Hashable, int] = {}
         self.budget.join(self)
 
-    __hash__ = object.__hash__  # of the dict, not of what is in it
+    __hash__ = object.__hash__  # type: ignore[assignment]  # of the dict, not of what is in it
 
     def __eq__(self, other: object) -> bool:
         return self is other
