@@ -114,7 +114,7 @@ class Expansion:
         leaves: Any = [(i, k) for i in tiled for k in records[i].leaves.values()]  # type: ignore
         self.regions.tiles.choose_rows([len(arrays[i][k]) for i, k in leaves])
         size = self.regions.tiles.rows
-        known: dict[Any, ExpandedRecord | None] = {}
+        known: dict[Any, Any] = {}
         keys: list[Any] = []
         new: dict[Any, tuple[TiledRecord, list[int]]] = {}
         found = []

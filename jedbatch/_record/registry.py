@@ -158,8 +158,8 @@ class Registry:
     @property
     def size(self) -> int:
         """The number of entries that types are made of, and that are not forgotten one by one."""
-        known = self._ids, self.keys, self.variants, self.shared_operands
-        return sum(map(len, known))
+        num_known = len(self._ids) + len(self.keys) + len(self.variants)
+        return num_known + len(self.shared_operands)
 
     @property
     def types(self) -> tuple[NodeType, ...]:
@@ -276,8 +276,7 @@ class Registry:
             found = itertools.filterfalse(self.is_reached, extra)
             again = lambda: self.trace(name, call, shared, operands, alone)[0]  # noqa: E731
             if user_code and self.hidden.note(call_spec, name, key, jaxpr, found, again):
-                if full in call_specs:  # it may have been forgotten
-                    del call_specs[full]
+                call_specs.pop(full, None)  # it may have been forgotten
             elif user_code and not extra:
                 self._note_symbols(full, call_spec, jaxpr)
         return call_spec

@@ -24,6 +24,7 @@ from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array
 
 BYTES_PER_NODE = 100  # of an instance, estimated
+RECORD_BYTES = 1 << 11  # of one, besides its graph, measured
 
 
 class RecordsOfArrays:
@@ -274,7 +275,8 @@ class RecordCache:
 
 def _bytes_of_record(key: Any, record: Record) -> int:
     """Of what is kept for an instance; a graph is kept as a whole, but mostly with others."""
-    return len(key) * (1 if type(key) is bytes else 64) + record.whole.nbytes_each
+    size = len(key) * (1 if type(key) is bytes else 64) + record.whole.nbytes_each
+    return RECORD_BYTES + size
 
 
 def _bytes_of_seen(_: int, known: tuple[Any, Record]) -> int:

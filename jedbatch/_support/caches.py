@@ -121,6 +121,14 @@ class Memory(collections.OrderedDict):
         super().__delitem__(key)
         self._release(self._weights.pop(key, 0))
 
+    def pop(self, key: Hashable, default: Any = None) -> Any:
+        """Takes out a key and returns its value, or the default if there is none."""
+        if key not in self:
+            return default
+        value = self[key]
+        del self[key]
+        return value
+
     def _release(self, num_bytes: int) -> None:
         self.bytes -= num_bytes
         self.budget.bytes -= num_bytes
