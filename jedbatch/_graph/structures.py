@@ -11,6 +11,7 @@ The twin in C is `_support/c/structures.c`.
 import functools
 import hashlib
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -200,8 +201,8 @@ def _bytes_of(_: Hashable, structure: Structure) -> int:
     return structure.record.whole.nbytes_each  # kept as a whole, but mostly with others
 
 
-def _bytes_of_form(form: Hashable, _: object) -> int:
-    return 200 + sum(len(part) for part in form if type(part) is bytes)  # type: ignore[attr-defined]
+def _bytes_of_form(form: Any, _: object) -> int:
+    return 200 + sum(len(part) for part in form if type(part) is bytes)
 
 
 def _columns(graph: Graph) -> tuple[np.ndarray, ...]:
