@@ -144,7 +144,8 @@ def test_all_may_be_forgotten_at_any_time(fn):
     for instances in minibatches(fn, 2):
         assert_close(batched(P, instances), loop(fn, P, instances), 1e-5)
     found = jax.grad(lambda p: batched(p, instances).sum())(P)
-    assert_close(found, jax.grad(lambda p: loop(fn, p, instances).sum())(P), 1e-5)
+    # `tanh` of programs that are compiled with little optimization differs by some units.
+    assert_close(found, jax.grad(lambda p: loop(fn, p, instances).sum())(P), 5e-5)
 
 
 def nested(f, p, x):
