@@ -38,41 +38,42 @@ Read in this order:
    happened, and to what.
 24. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
 25. `operators`: Indexing symbols, and Python's operators on them.
-26. `fast_path`: Recording calls of cells the second time: by a short description of their
+26. `watched`: Containers that may change, and whether they hold what they held before.
+27. `fast_path`: Recording calls of cells the second time: by a description of their
    arguments.
-27. `slow_path`: Recording calls of cells the first time, and those without a short description.
-28. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
+28. `slow_path`: Recording calls of cells the first time, and those without a short description.
+29. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
    `jnp.zeros(8)`.
-29. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-30. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-31. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+30. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+31. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+32. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-32. `inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces them into
+33. `inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces them into
    many programs.
-33. `recorder`: A recorder of what a function does to symbolic values.
-34. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-35. `thread_settings`: The settings of a thread, for work that goes on in another one.
-36. `deep`: Recursion deeper than Python's limit.
-37. `trace`: Recording a minibatch: every instance of it as a graph.
-38. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+34. `recorder`: A recorder of what a function does to symbolic values.
+35. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+36. `thread_settings`: The settings of a thread, for work that goes on in another one.
+37. `deep`: Recursion deeper than Python's limit.
+38. `trace`: Recording a minibatch: every instance of it as a graph.
+39. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-39. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-40. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+40. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+41. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-41. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+42. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-42. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+43. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-43. `granularity.fuse`: Finding cells without marks: operations that always run together become
+44. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-44. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+45. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-45. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+46. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-46. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-47. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+47. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+48. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-48. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-49. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+49. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+50. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """

@@ -32,6 +32,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch import checks
+from jedbatch._jaxpr.identity import Same
 from jedbatch._record.cell import Cell, holds_array
 from jedbatch._record.closures import function_identity, reachable_cells
 from jedbatch._record.held import (
@@ -75,7 +76,7 @@ def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None], Cal
         return in_python, nothing_to_forget, nothing_to_forget
     return compiled.fast_path(
         recorder,
-        (Value, Shared, Cell, np.ndarray),
+        (Value, Shared, Cell, np.ndarray, Same),
         recorder.known,
         recorder.computed,
         recorder.kept,
@@ -148,17 +149,15 @@ class Description:
       reads: references to results, or inputs as `-1 - i`.
       widths: how many operands each of these stands for.
       shared: the shared values in it.
-      keep: what is described by its id.
     """
 
-    __slots__ = ("_recorder", "_writes", "keep", "key", "reads", "shared", "widths")
+    __slots__ = ("_recorder", "_writes", "key", "reads", "shared", "widths")
 
     def __init__(self, recorder: RecorderLike, token: Hashable, writes: bool):
         self.key: list[Hashable] = [token]
         self.reads: list[int] = []
         self.widths: list[int] = []
         self.shared: list[int] = []
-        self.keep: list[Any] = []
         self._recorder = recorder
         self._writes = writes
 
@@ -231,7 +230,6 @@ class Description:
             self.reads += within.reads
             self.widths += within.widths
             self.shared += within.shared
-            self.keep += within.keep
             return
         registry = self._recorder.registry
         token = registry.token("container", tuple(within.key))
@@ -296,8 +294,7 @@ class Description:
         """Describes something as the object that it is."""
         if isinstance(x, jax.Array) or may_change(x):
             raise NotDescribedError(f"gets {checks.shown(x)}, which may change")
-        self.keep.append(x)
-        self.key += IDENTITY, id(x)
+        self.key += IDENTITY, Same(x)
 
 
 def describe_call(

@@ -30,7 +30,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *recorder, *result, *shared, *cell, *known, *computed, *kept, *numbers, *arrays;
-    PyObject *nodes, *ndarray, *watched, *calls, *cells;
+    PyObject *nodes, *ndarray, *same, *watched, *calls, *cells;
     PyObject *call_specs, *references, *input_group, *counter; /* Ints; how many results there are */
     PyObject *input_value, *flatten, *python; /* `flatten` a pytree by one level */
     PyObject *contents; /* the descriptor of `cell_contents` */
@@ -58,7 +58,7 @@ typedef struct {
 #define FEW_ARGUMENTS 16 /* of a call, which need no memory */
 
 /* What a part of a description is, as in `_record/fast_path.py`: the word of a TOKEN, which is a
- * reference by an object, of STRING, and of KEYWORD is the address of an object. */
+ * reference by an object, of STRING, KEYWORD and IDENTITY is the address of an object. */
 enum {
     REFERENCE, STRING, LIST, TUPLE, DICT, NODE, SHARED, IDENTITY, KEYWORD, INT, BOOL, FLOAT,
     TOKEN
@@ -138,7 +138,7 @@ push_reference(Call *call, PyObject *index)
 
 /* The key that Python has for a call; NULL with an error. */
 static PyObject *
-key_of(const Words *words)
+key_of(FastPath *self, const Words *words)
 {
     PyObject *key = PyTuple_New(words->count);
     if (key == NULL)
@@ -149,8 +149,9 @@ key_of(const Words *words)
         int is_object = kind == TOKEN || kind == STRING || kind == KEYWORD;
         PyObject *first = PyLong_FromLong(kind == TOKEN ? REFERENCE : (long)kind);
         PyObject *second = is_object ? Py_NewRef((PyObject *)word)
-            : kind == IDENTITY ? PyLong_FromVoidPtr((void *)word)
-                               : PyLong_FromLongLong((long long)(intptr_t)word);
+            : kind == IDENTITY
+                ? PyObject_CallFunctionObjArgs(self->same, (PyObject *)word, NULL)
+                : PyLong_FromLongLong((long long)(intptr_t)word);
         if (first == NULL || second == NULL) {
             Py_XDECREF(first);
             Py_XDECREF(second);
@@ -395,7 +396,7 @@ look_at_node(FastPath *self, Call *call, PyObject *x, int depth)
     }
     int found = -1;
     if (node == Py_None)
-        found = describe(call, IDENTITY, (uintptr_t)x) < 0 ? -1 : 1;
+        found = describe_object(call, IDENTITY, x) < 0 ? -1 : 1;
     else if (PyTuple_Check(node) && PyTuple_Size(node) == 2)
         parts = PySequence_Tuple(PyTuple_GetItem(node, 0));
     PyObject *token = parts == NULL ? NULL
@@ -513,7 +514,7 @@ look_at_option(FastPath *self, Call *call, PyObject *x)
     }
     int holds = holds_operand(self, x, 0);
     if (holds == 0)
-        return describe(call, IDENTITY, (uintptr_t)x) < 0 ? -1 : 1;
+        return describe_object(call, IDENTITY, x) < 0 ? -1 : 1;
     return holds == 1 ? look_at(self, call, x, 0) : -1;
 }
 
@@ -669,7 +670,7 @@ find(FastPath *self, Call *call, PyObject *cell, PyObject *const *args, Py_ssize
     Way *way = found == 1 ? find_way(&self->ways, &call->words) : NULL;
     if (found != 1 || way != NULL)
         return way;
-    PyObject *key = key_of(&call->words);
+    PyObject *key = key_of(self, &call->words);
     PyObject *call_spec = key == NULL ? NULL : PyDict_GetItemWithError(self->calls, key);
     Py_XINCREF(call_spec);
     Py_XDECREF(key);
@@ -1023,10 +1024,10 @@ next_instance(PyObject *object, PyObject *nothing)
 
 #define EACH(visit)                                                                               \
     visit(recorder) visit(result) visit(shared) visit(cell) visit(known) visit(computed)          \
-    visit(kept) visit(numbers) visit(arrays) visit(nodes) visit(ndarray) visit(watched)           \
-    visit(calls) visit(cells) visit(call_specs) visit(references) visit(input_group) visit(counter)            \
-    visit(input_value) visit(flatten) visit(python) visit(contents)               \
-    visit(of_ints)
+    visit(kept) visit(numbers) visit(arrays) visit(nodes) visit(ndarray) visit(same)              \
+    visit(watched) visit(calls) visit(cells) visit(call_specs) visit(references)                  \
+    visit(input_group) visit(counter) visit(input_value) visit(flatten) visit(python)             \
+    visit(contents) visit(of_ints)
 
 static int
 traverse(PyObject *object, visitproc visit, void *arg)
@@ -1091,8 +1092,9 @@ make_fast_path(PyObject *module, PyObject *args)
         return NULL;
     PyObject *object = (PyObject *)self, *methods = NULL;
     if (!PyArg_ParseTuple(
-            args, "O(O!O!O!O)O!O!O!(O!O!O!)O!(O!O!)(O!O!O!O!)O!OO", &self->recorder, &PyType_Type,
+            args, "O(O!O!O!OO)O!O!O!(O!O!O!)O!(O!O!)(O!O!O!O!)O!OO", &self->recorder, &PyType_Type,
             &self->result, &PyType_Type, &self->shared, &PyType_Type, &self->cell, &self->ndarray,
+            &self->same,
             &PyDict_Type, &self->known, &PyDict_Type, &self->computed,
             &PyList_Type, &self->kept, &PyDict_Type, &self->numbers, &PyDict_Type, &self->arrays,
             &PyDict_Type, &self->nodes, &PyDict_Type, &self->watched, &PyDict_Type, &self->calls,
