@@ -31,7 +31,6 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch import checks
 from jedbatch._jaxpr.identity import Same
 from jedbatch._record.cell import Cell, holds_array
 from jedbatch._record.closures import function_identity, reachable_cells
@@ -216,7 +215,7 @@ class Description:
             recorder.symbol(x)
         if id(x) not in recorder.known:
             raise NotDescribedError(
-                f"gets {checks.shown(x)}, an array that is neither part of the instance nor a "
+                f"gets an array, {type(x).__name__}, that is neither part of the instance nor a "
                 "weight; pass it to the batched function"
             )
         self._add_reference(*recorder.known[id(x)])
@@ -278,8 +277,8 @@ class Description:
         kind: Any = type(x)
         if not is_constant(x) and kind.__eq__ is not object.__eq__:
             raise NotDescribedError(
-                f"gets the keyword argument {checks.shown(x)}, and what that is compared by may "
-                "change; pass a number, a string or an object of a frozen dataclass"
+                f"gets a keyword argument of class {kind.__name__}, and what that is compared by "
+                "may change; pass a number, a string or an object of a frozen dataclass"
             )
         if kind is str:
             self.key += STRING, x
@@ -293,7 +292,7 @@ class Description:
     def _add_identity(self, x: Any) -> None:
         """Describes something as the object that it is."""
         if isinstance(x, jax.Array) or may_change(x):
-            raise NotDescribedError(f"gets {checks.shown(x)}, which may change")
+            raise NotDescribedError(f"gets an object of class {type(x).__name__} that may change")
         self.key += IDENTITY, Same(x)
 
 

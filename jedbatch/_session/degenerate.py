@@ -1,5 +1,6 @@
 """Warnings of minibatches that hardly batch, before compiling (see `_graph.degeneracy`)."""
 
+import collections
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
@@ -118,10 +119,10 @@ def warn_if_slowly_recorded(registry: Registry, num_before: int) -> None:
     """Warns of calls of cells that are looked into each time, where they are many.
 
     Args:
-      registry: has how many there were, and why.
+      registry: has how many there were, and why; of some the user can help nothing.
       num_before: minibatches that were recorded before; the first ones have calls that are new.
     """
-    slow = registry.slow_calls
+    slow = collections.Counter({k: n for k, n in registry.slow_calls.items() if k[1]})
     if num_before < WARMING_UP or slow.total() <= MOST_SLOW * registry.num_recorded:
         return
     (name, reason), count = slow.most_common(1)[0]
