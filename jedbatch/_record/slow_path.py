@@ -72,7 +72,7 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
         if lifted:
             raise NotDescribedError(HOLDS_NUMBERS)
         if len(recorder.call_specs) > num_nodes:
-            raise NotDescribedError  # a weight among values has become one, which the user cannot help
+            raise NotDescribedError  # a weight is a value here, which no user can help
         if not registry.hidden.is_same_again(call_spec):
             raise NotDescribedError("reads weights that no argument shows; pass them")
         registry.remember(recorder.description(cell, args, static), call_spec)
