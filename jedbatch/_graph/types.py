@@ -50,7 +50,7 @@ class NodeType:
     A type is
 
     - the operation: a cell, a jit-ted function or a primitive with its parameters;
-    - its static arguments: keyword arguments of a cell, Python values a cell closes over
+    - its static arguments: keyword arguments of a cell without arrays, Python values it closes over
       (both are part of `operation`);
     - the types of its operands: shape, dtype and weakness;
     - *which* shared values it reads: two layers with equal shapes and different weights
