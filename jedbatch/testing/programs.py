@@ -12,6 +12,8 @@ statements. `Program.source` is the function as one would write it, and what is 
 
 Kinds: `v` float32[H], `b` bfloat16[H], `s` scalar, `i` integer, `t` truth value, `k` random key,
 `x` float32[n, H], an array of any length.
+
+States of two vectors come as tuples, dicts, lists, `Named` and `Data`.
 """
 
 import dataclasses
@@ -19,13 +21,35 @@ import functools
 import linecache
 import string
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
+
+
+class Named(NamedTuple):
+    """A state as a named tuple."""
+
+    a: jax.Array
+    b: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Data:
+    """A state as a dataclass, with a method that is a cell."""
+
+    a: jax.Array
+    b: jax.Array
+
+    @jedbatch.cell
+    def mixed(self) -> "Data":
+        """Returns another one."""
+        return Data(self.a - self.b, jnp.tanh(self.a * self.b))
+
 
 H = 4  # elements of a vector
 WORDS = 7  # rows of the look-up table
@@ -117,6 +141,17 @@ OPERATIONS: dict[str, StatementOperation] = {
     **_table("v", "vv", 'several({0}, {1})["h"]', 'several({0}, {1})["pair"][0]', helper="several"),
     **_table("s", "vv", 'several({0}, {1})["pair"][1]', helper="several"),
     **_table("i", "vv", 'several({0}, {1})["best"]', helper="several"),
+    # states in containers, cells that are made inside, arguments by name
+    **_table("v", "vv", "turned(params, Named({0}, {1})).b", helper="turned"),
+    **_table("v", "vv", "crossed(params, Data({0}, {1})).a", helper="crossed"),
+    **_table("v", "vv", "Data({0}, {1}).mixed().b"),
+    **_table(
+        "v", "vv", 'swapped(params, {{"b": {0}, "a": ({1}, None)}})["a"][0]', helper="swapped"
+    ),
+    **_table("v", "vv", "of_list(params, [Named({0}, {1}), Named({1}, {0})])", helper="of_list"),
+    **_table("v", "vv", "by_name(params, state=({0}, {1}), factor=0.5)", helper="by_name"),
+    **_table("v", "vv", "closed(params, {0})({1})", helper="closed"),
+    **_table("v", "v", "held(params)({0})", helper="held"),
     # arrays of any length
     **_table("x", "x", "jnp.tanh({0})", "0.5 * {0}", 'jnp.tanh({0} @ params["W"])', "{0} - 1"),
     **_table("x", "x", "jax.nn.softmax({0}, axis=-1)", "{0}[:, ::-1]"),
@@ -187,6 +222,25 @@ def half(b):
 def several(a, b):
     h = jnp.where(a > 0, a, b)
     return {{"h": h, "best": jnp.argmax(a + b), "pair": (jnp.sin(a), (a * b).mean())}}""",
+    "turned": """{mark}
+def turned(params, state):
+    return Named(jnp.tanh(state.b @ params["W"]), state.a)""",
+    "crossed": """{mark}
+def crossed(params, state):
+    return Data(jnp.tanh(state.a * state.b), state.a + params["b"])""",
+    "swapped": """{mark}
+def swapped(params, state):
+    return {{"a": [state["b"] * params["b"], None], "b": state["a"][0]}}""",
+    "of_list": """{mark}
+def of_list(params, states):
+    return jnp.tanh(sum(state.a * state.b for state in states) + params["b"])""",
+    "by_name": """{cell}
+def by_name(params, *, state, factor):
+    return factor * jnp.tanh(state[0] @ params["W"]) + state[1]""",
+    "closed": """def closed(params, v):
+    return jedbatch.cell(lambda x: jnp.tanh(x * v + params["b"]))""",
+    "held": """def held(params):
+    return jedbatch.cell(functools.partial(lambda p, x: jnp.tanh(x @ p["W"]), params))""",
     "rows": """{mark}
 def rows(x):
     return jnp.square(x).mean(axis=0)""",
@@ -330,7 +384,8 @@ class Program:
         name = f"<program {abs(hash(self.source)):x}>"
         linecache.cache[name] = len(self.source), None, self.source.splitlines(True), name
         space: dict[str, Any] = {"jax": jax, "jnp": jnp, "np": np, "jedbatch": jedbatch}
-        space |= {"H": H, "WORDS": WORDS, "__name__": "program"}
+        space |= {"H": H, "WORDS": WORDS, "__name__": "program", "functools": functools}
+        space |= {"Named": Named, "Data": Data}
         exec(compile(self.source, name, "exec"), space)
         return space["fn"]
 
