@@ -8,7 +8,10 @@ in which lanes that are done keep what they carry: as under `vmap`, and no reaso
 program.
 
 Integers are followed as intervals, and in a loop as a carried number plus an interval; the
-condition of a loop as a conjunction of inequalities.
+condition of a loop as a conjunction of inequalities. Integers of JAX wrap around, intervals do not:
+an interval that leaves the range of its dtype is unknown. The range of a carried number is known
+once trips are counted, and the loop is then followed again with these ranges as intervals. If
+nothing leaves its dtype, the count holds; else the loop is not counted.
 """
 
 from collections.abc import Sequence
@@ -30,6 +33,7 @@ from jedbatch._jaxpr.versions import (
 from jedbatch._support.types import Array
 
 ALIKE = 0.75  # of the most trips that a lane takes, what the fewest must be
+MOST_TRIPS = np.iinfo(np.int32).max  # of a `scan`
 
 
 class Interval(NamedTuple):
@@ -73,20 +77,22 @@ def trips(eqn: Equation, start: Sequence[Known]) -> tuple[int, int] | None:
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     of_cond, of_body = start[:num_cond], start[num_cond : num_cond + num_body]
     first = start[num_cond + num_body :]
-    carry = [Interval(0, 0, i) for i in range(len(first))]
-    (goes_on,) = _known(ends_alone(eqn.params["cond_jaxpr"]), [*of_cond, *carry])
+    carry = [Interval(0, 0, i) if isinstance(x, Interval) else None for i, x in enumerate(first)]
+    cond = ends_alone(eqn.params["cond_jaxpr"])
+    (goes_on,) = _known(cond, [*of_cond, *carry])
     if not isinstance(goes_on, Inequalities) or not goes_on.pairs:
         return None
     after = _known(eqn.params["body_jaxpr"], [*of_body, *carry])
+    followed: dict[int, tuple[Interval, int]] = {}  # carried numbers that the condition reads
 
     def at_first(x: Interval, step: int) -> Interval | None:
         """Returns a number at the start, if a trip adds `step` to it."""
         if x.carried is None:
             return x if step == 0 else None
         begin = first[x.carried]
-        grows = after[x.carried] == Interval(step, step, x.carried)
-        if not grows or not isinstance(begin, Interval) or begin.carried is not None:
+        if after[x.carried] != Interval(step, step, x.carried) or not isinstance(begin, Interval):
             return None
+        followed[x.carried] = begin, step
         return _sum(begin, x._replace(carried=None))
 
     bounds = []
@@ -96,7 +102,20 @@ def trips(eqn: Equation, start: Sequence[Known]) -> tuple[int, int] | None:
             return None
         bounds.append((end.low - count.high, end.high - count.low))
     fewest, most = (max(0, min(ends)) for ends in zip(*bounds, strict=True))
-    return fewest, most
+    if most > MOST_TRIPS:
+        return None
+
+    def carried(num_trips: int) -> list[Known]:
+        """Returns the ranges of carried numbers over the first trips, all others unknown."""
+        ranges: list[Known] = [None] * len(first)
+        for i, (begin, step) in followed.items():
+            ranges[i] = Interval(begin.low, begin.high + step * num_trips)
+        return ranges
+
+    conditions = _known(cond, [*of_cond, *carried(most)])
+    results = _known(eqn.params["body_jaxpr"], [*of_body, *carried(max(0, most - 1))])
+    is_in_range = None not in (*conditions, *(results[i] for i in followed))
+    return (fewest, most) if is_in_range else None
 
 
 # --- programs ---
@@ -189,38 +208,48 @@ def _of_atom(atom: Any, env: dict[Any, Known]) -> Known:
 
 def _results(eqn: Equation, operands: list[Known]) -> list[Known]:
     """Returns what is known of the results of an operation."""
-    name = eqn.primitive.name
-    if name in CALLS:
-        return _known(eqn.params[CALLS[name]], operands)
-    unknown: list[Known] = [None] * len(eqn.outvars)
+    if eqn.primitive.name in CALLS:
+        return _known(eqn.params[CALLS[eqn.primitive.name]], operands)
     if len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape:
-        return unknown
+        return [None] * len(eqn.outvars)
+    return [_within(eqn.outvars[0].aval.dtype, _result(eqn, operands))]
+
+
+def _within(dtype: Any, x: Known) -> Known:
+    """Returns a number if a dtype holds it, or if it is carried, so that its range is open."""
+    if not isinstance(x, Interval) or x.carried is not None:
+        return x
+    if not np.issubdtype(dtype, np.integer):
+        return None
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    return x if least <= x.low and x.high <= most else None
+
+
+def _result(eqn: Equation, operands: list[Known]) -> Known:
+    """Returns what is known of a scalar, if integers do not wrap around."""
+    name = eqn.primitive.name
     if name in _SAME:
-        return [operands[_SAME[name]]]
+        return operands[_SAME[name]]
     if name == "convert_element_type":
-        return [_converted(eqn, operands[0])]
+        return _converted(eqn, operands[0])
     if name == "and":
         a, b = operands
         if isinstance(a, Inequalities) and isinstance(b, Inequalities):
-            return [Inequalities(a.pairs + b.pairs)]
-        return unknown
+            return Inequalities(a.pairs + b.pairs)
+        return None
     if not all(isinstance(x, Interval) for x in operands[name == "select_n" :]):
-        return unknown
+        return None
     rule: Any = _RULES.get(name)
-    return unknown if rule is None else [rule(*operands)]
+    return None if rule is None else rule(*operands)
 
 
 def _converted(eqn: Equation, x: Known) -> Known:
     before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    if before == np.bool_ and np.issubdtype(after, np.integer):
-        return Interval(0, 1)
-    return x if before == after or _holds(after, before) else None
-
-
-def _holds(dtype: Any, other: Any) -> bool:
-    """Returns whether a dtype has all whole numbers that another has."""
-    kinds = all(np.issubdtype(x, np.integer) for x in (dtype, other))
-    return bool(kinds and np.can_cast(other, dtype))
+    if before == after:
+        return x
+    if not np.issubdtype(after, np.integer):
+        return None
+    return Interval(0, 1) if before == np.bool_ else x
 
 
 def _sum(a: Interval, b: Interval) -> Interval | None:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Var
 
@@ -35,7 +36,7 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.gates import Gates, has_finite_derivatives
 from jedbatch._jaxpr.interpret import inner_programs, interpret
-from jedbatch._jaxpr.symbolic_dims import grows, is_ragged, symbols_in
+from jedbatch._jaxpr.symbolic_dims import extent_at, grows, is_ragged, symbols_in
 from jedbatch._jaxpr.versions import Equation, consts_of, scan_parts, without_consts
 from jedbatch._ragged.axis_rules import SCATTERS
 from jedbatch._support.types import Array, AxisSize
@@ -234,18 +235,33 @@ def extent_of(atom: Any, known: Known) -> AxisSize | None:
     return known.get(atom)
 
 
-def note_extent(eqn: Equation, known: Known) -> None:
-    """Notes that the result of an equation is an extent, or a sum of extents."""
+def note_extent(eqn: Equation, rules: PaddedRules) -> None:
+    """Notes that the result of an equation is an extent, or a sum of extents, if its dtype fits."""
     name, out = eqn.primitive.name, eqn.outvars[0]
     if name == "dim_as_value":
-        known[out] = eqn.params["dim"]
+        extent = eqn.params["dim"]
     elif name in ("convert_element_type", "copy", "add", "sub"):
         if out.aval.shape or not jnp.issubdtype(out.aval.dtype, jnp.integer):
             return
-        values: list[Any] = [extent_of(v, known) for v in eqn.invars]
-        if all(x is not None for x in values):
-            a, *rest = values
-            known[out] = a if not rest else a + rest[0] if name == "add" else a - rest[0]
+        values: list[Any] = [extent_of(v, rules.known) for v in eqn.invars]
+        if any(x is None for x in values):
+            return
+        a, *rest = values
+        extent = a if not rest else a + rest[0] if name == "add" else a - rest[0]
+    else:
+        return
+    if _fits(extent, out.aval.dtype, rules):
+        rules.known[out] = extent
+
+
+def _fits(extent: AxisSize, dtype: Any, rules: PaddedRules) -> bool:
+    """Returns whether an extent does not wrap around in a dtype, wherever there is room for it."""
+    if dtype in (np.int32, np.int64):
+        return True
+    if not _has_room(extent):
+        return False
+    least = extent_at(extent, dict.fromkeys(symbols_in(extent), 0))
+    return bool(jnp.iinfo(dtype).min <= least and rules.size(extent) <= jnp.iinfo(dtype).max)
 
 
 def run_while(rules: PaddedRules, eqn: Equation, values: Sequence[Any]) -> list[Array]:
@@ -268,7 +284,7 @@ def run_while(rules: PaddedRules, eqn: Equation, values: Sequence[Any]) -> list[
 
         return list(lax.while_loop(condition, step, list(init)))
     begin, limit = init[count.counter], values[count.limit]
-    steps = jnp.maximum(limit - begin, 0)
+    steps = _span(*(jnp.asarray(x, eqn.invars[count.limit].aval.dtype) for x in (begin, limit)))
     begin_of, limit_of = (
         extent_of(eqn.invars[k], rules.known) for k in (first + count.counter, count.limit)
     )
@@ -284,6 +300,17 @@ def run_while(rules: PaddedRules, eqn: Equation, values: Sequence[Any]) -> list[
 
     carry, _ = _run_steps(rules, run_step, list(init), steps, bound, chains, ([], lambda k: k))
     return carry
+
+
+def _span(begin: jax.Array, limit: jax.Array) -> jax.Array:
+    """Returns int32[], the steps from a whole number to another one; 0 if that one is less.
+
+    The difference of two numbers of a dtype may be out of its range, but as an unsigned number of
+    as many bits it is right.
+    """
+    dtype = np.uint64 if limit.dtype.itemsize > 4 else np.uint32
+    span = jnp.where(begin < limit, limit.astype(dtype) - begin.astype(dtype), dtype(0))
+    return jnp.minimum(span, dtype(np.iinfo(np.int32).max)).astype(np.int32)
 
 
 def _has_room(span: AxisSize) -> bool:

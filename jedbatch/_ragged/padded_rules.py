@@ -146,7 +146,7 @@ class Padded:
 
     def _results(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:
         name = eqn.primitive.name
-        note_extent(eqn, self.known)
+        note_extent(eqn, self)
         if name == "dim_as_value":
             return [self.length(eqn.params["dim"]).astype(eqn.outvars[0].aval.dtype)]
         if is_look_up(eqn):

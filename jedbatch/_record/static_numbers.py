@@ -146,7 +146,8 @@ class _Counter(NamedTuple):
 
     def after(self, steps: int) -> np.ndarray:
         """Returns what it is after so many steps; as in XLA, it wraps around."""
-        return (self.first.astype(np.int64) + steps * self.by).astype(self.first.dtype)
+        number = (int(self.first) + steps * self.by) % 2**64
+        return np.asarray(number, np.uint64).astype(self.first.dtype)
 
 
 def _counted(params: dict[str, Any], carry: Sequence[Leaf], first: int) -> dict[int, int]:

@@ -52,7 +52,7 @@ NOT_SAID = {
 
 
 def loop_and_start(fn, arg):
-    """The loop of a function, and what is known of its operands when it is traced alone."""
+    """The program of a function of one loop, and the trips that it says."""
     found = []
     original = trips
 
@@ -84,6 +84,106 @@ def test_where_programs_do_not_say_loops_stay(name):
     program, said = loop_and_start(NOT_SAID[name], jnp.bool_(True) if arg is None else arg)
     assert said is None
     assert performs(program, "while")
+
+
+DTYPES = [np.dtype(f"{sign}int{bits}") for bits in (8, 16, 32, 64) for sign in ("", "u")]
+MOST_COUNTED = 300
+
+
+def near_an_edge(rng, dtype, span=40):
+    """A number near 0 or near an end of the range of a dtype."""
+    info = np.iinfo(dtype)
+    edge = (info.min, info.max, 0)[rng.integers(3)]
+    number = int(edge) + int(rng.integers(-span, span))
+    return dtype.type(min(max(number, info.min), info.max))
+
+
+def random_loop(rng):
+    """(two first numbers, the condition of a loop), by any arithmetic that is followed."""
+    dtype, other = (DTYPES[k] for k in rng.integers(len(DTYPES), size=2))
+    first = near_an_edge(rng, dtype)
+    begins = [first, dtype.type(min(int(first) + int(rng.integers(2)), np.iinfo(dtype).max))]
+    converts = rng.random() < 0.4
+    to = other if converts else dtype
+    added, kept, end = near_an_edge(rng, dtype), near_an_edge(rng, to), near_an_edge(rng, to)
+    inner, outer = rng.integers(3, size=2)
+    compares = (lax.lt, lax.le, lambda a, b: lax.gt(b, a), lambda a, b: lax.ge(b, a))
+    judges = (np.less, np.less_equal, np.less, np.less_equal)
+    which = rng.integers(4)
+
+    def goes_on(i, compare):
+        i = (i, i + added, i - added)[inner]
+        i = i.astype(to) if converts else i
+        return compare((i, i + kept, i - kept)[outer], end)
+
+    return (
+        begins,
+        lambda i: goes_on(i, compares[which]),
+        lambda i: goes_on(i, judges[which]),
+    )
+
+
+def counted_with_wrapping(first, goes_on):
+    """How many trips NumPy takes, whose integers wrap around; None if there are many."""
+    i, count = first, 0
+    with np.errstate(over="ignore"):
+        while goes_on(i):
+            i, count = i + i.dtype.type(1), count + 1
+            if count > MOST_COUNTED:
+                return None
+    return count
+
+
+def test_integers_wrap_around():
+    """Numbers of any dtype, near the ends of its range: the count is NumPy's, or none is said."""
+    rng = np.random.default_rng(0)
+    num_said = num_wrapping = 0
+    with jax.enable_x64():
+        for _ in range(400):
+            begins, goes_on, judge = random_loop(rng)
+            counts = [counted_with_wrapping(x, judge) for x in begins]
+
+            def count(flag, goes_on=goes_on, begins=begins):
+                i = jnp.where(flag, *begins)
+                step = lambda c: (c[0] + c[0].dtype.type(1), c[1] + 1)  # noqa: E731
+                return lax.while_loop(lambda c: goes_on(c[0]), step, (i, 0))[1]
+
+            _, said = loop_and_start(count, jnp.bool_(True))
+            if said is None:
+                num_wrapping += None in counts
+                continue
+            fewest, most = said
+            if most > MOST_COUNTED:
+                assert None in counts
+                continue
+            assert (fewest, most) == (min(counts), max(counts))
+            num_said += most > 0
+    assert min(num_said, num_wrapping) > 20
+
+
+def test_loops_that_wrap_around_are_those_of_a_while_loop():
+    u8, u32, i8, most = np.uint8, np.uint32, np.int8, np.int32(2**31 - 1)
+    loops = [
+        (u32(0), lambda i: i - u32(5) < u32(3)),
+        (np.int32(1), lambda i: i + most < -most + 10),
+        (u8(250), lambda i: i + u8(10) < u8(9)),
+        (i8(100), lambda i: i.astype(jnp.int32) - 100 < 20),
+        (np.int32(250), lambda i: i.astype(jnp.uint8) + u8(2) < u8(255)),
+        (np.int32(120), lambda i: i.astype(jnp.int8) < i8(127)),
+        (u8(3), lambda i: i < u8(7)),
+        (i8(126), lambda i: i <= i8(126)),
+    ]
+
+    def run(p, x):
+        def product(begin, goes_on):
+            step = lambda c: (c[0] + c[0].dtype.type(1), c[1] * p)  # noqa: E731
+            return lax.while_loop(lambda c: goes_on(c[0]), step, (begin, x))[1]
+
+        return jnp.stack([product(*loop) for loop in loops])
+
+    p, xs = np.float32(1.01), [np.float32(1), np.float32(3)]
+    found = jedbatch.batch(lambda p, x: jedbatch.cell(run)(p, x))(p, xs)
+    np.testing.assert_allclose(found, [jax.jit(run)(p, x) for x in xs], rtol=1e-5)
 
 
 def test_loops_whose_lanes_differ_much_stay():

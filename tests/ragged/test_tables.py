@@ -512,3 +512,46 @@ def test_gradients_of_loops_that_read_nothing_of_an_array_but_its_length(begins)
         )
         assert_close(slopes, expected, 1e-4)
     assert batched.plan(weight, given).host.apart is None
+
+
+def stepped_from(begin, limit, x):
+    """Steps that read an array, as many as there are from one whole number to another."""
+    goes_on, more = lambda c: c[0] < c[1], lambda c: (c[0] + c[0].dtype.type(1), c[1])
+    step = lambda c: (*more(c), jnp.sin(c[2]) + 0.1 * x[0])  # noqa: E731
+    return lax.while_loop(goes_on, step, (begin, limit, jnp.tanh(x).sum(0)))[2]
+
+
+def test_loops_whose_numbers_wrap_around_take_the_steps_of_each_instance():
+    """Differences of numbers, and lengths, may be out of the range of the dtype that counts."""
+
+    def fn(params, given):
+        x, k = given
+        n, x = x.shape[0], x * params
+        signed, unsigned = k.astype(jnp.int8), k.astype(jnp.uint8)
+        steps = [
+            (unsigned, jnp.uint8(3)),
+            (jnp.uint32(5), k.astype(jnp.uint32)),
+            (jnp.int8(-100), signed * jnp.int8(10)),
+            (jnp.uint8(0), jnp.asarray(n - 5).astype(jnp.uint8)),
+            (jnp.asarray(n + 100).astype(jnp.int8), jnp.int8(100)),
+        ]
+        return jnp.stack([stepped_from(*pair, x) for pair in steps])
+
+    given = [(random(n, 2), np.int32(n)) for n in (2, 3, 4, 7, 9, 12)]
+    batched = jedbatch.batch(fn)
+    found = batched(jnp.float32(0.7), given)
+    assert_close(found, jnp.stack([fn(jnp.float32(0.7), x) for x in given]), 1e-5)
+    assert batched.plan(jnp.float32(0.7), given).host.apart is None
+
+
+def test_gradients_of_loops_to_lengths_in_few_bits():
+    def fn(params, x):
+        n, x = jnp.asarray(x.shape[0]), x * params
+        step = lambda k, h: jnp.sin(h) + x[k] * k  # noqa: E731
+        return lax.fori_loop(jnp.uint8(0), n.astype(jnp.uint8), step, jnp.tanh(x).sum(0)).sum()
+
+    xs = [random(n, 2) for n in (2, 3, 4, 7, 9, 12)]
+    batched = jedbatch.batch(fn)
+    slope = jax.grad(lambda w: batched(w, xs).sum())(jnp.float32(0.7))
+    expected = jax.grad(lambda w: sum(fn(w, x) for x in xs))(jnp.float32(0.7))
+    assert_close(slope, expected, 1e-4)

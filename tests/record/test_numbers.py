@@ -753,3 +753,24 @@ def test_numbers_that_jax_keeps_as_parameters(fn):
     assert len(batched.plan(W, instances(count=9)).graph.present_types) <= MOST_TYPES[fn]
     with jedbatch.testing.assert_no_recompile():
         batched(W, [(x, rate, (5 * n) % 8) for x, rate, n in instances(count=14)])
+
+
+@pytest.mark.parametrize(
+    ("first", "by"),
+    [
+        (np.uint64(3), np.uint64(2**64 - 1)),
+        (np.int64(2**63 - 3), np.int64(1)),
+        (np.int8(125), np.int8(1)),
+    ],
+)
+def test_counters_of_loops_of_any_length_wrap_around(first, by):
+    with jax.enable_x64():
+
+        def fn(w, i):
+            step = lambda c, _: ((c[0] + by, c[1] * w + c[0] / 2), None)  # noqa: E731
+            count, y = jax.lax.scan(step, (first, i[0]), None, length=i[1])[0]
+            return y + count
+
+        w, numbers = jnp.float64(0.5), [(np.ones(1) * n, n) for n in range(1, 9)]
+        found = jedbatch.batch(fn)(w, numbers)
+        np.testing.assert_allclose(found, [fn(w, i) for i in numbers], rtol=1e-12)
