@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import Literal
@@ -24,6 +25,7 @@ from jedbatch._jaxpr.interpret import (
     has_gradient,
     interpret,
     is_fixed,
+    names_in,
     performs,
     run_equation,
     run_with_bodies,
@@ -33,7 +35,8 @@ from jedbatch._jaxpr.interpret import (
 from jedbatch._jaxpr.numbers import BODIES, Number, is_number, literal, number_in, traced_bodies
 from jedbatch._jaxpr.versions import CALLS, RULES_OF, Equation, consts_of, without_consts
 
-PRODUCTS = ("mul", "integer_pow", "pow", "shift_left", "dot_general", "reduce_prod")
+# What may differ where a number is an operand: its value does not.
+MOVES = names_in("broadcast_in_dim convert_element_type copy copy_p reshape squeeze transpose")
 MAX_DERIVATIVES = 3  # of programs with rules, each of the one before
 
 KeyOf = Callable[[Any], Any]
@@ -53,8 +56,8 @@ def is_same_with(numbers: Sequence[Number], program: Any, constant: Any, key: Ke
       constant: the same function, traced with these numbers.
       key: equal for equal parameters of operations.
     """
-    known = list(map(literal, numbers))
-    return _are_same(_with_constants(program, known), _with_constants(constant), key)
+    pair = _both(numbers, program, constant)
+    return pair is not None and _are_same(*pair, key)
 
 
 def has_same_rules_with(numbers: Sequence[Number], program: Any, constant: Any, key: KeyOf) -> bool:
@@ -63,51 +66,57 @@ def has_same_rules_with(numbers: Sequence[Number], program: Any, constant: Any, 
     They are those in reverse. A rule for forward mode mostly calls its function again, so
     derivatives beyond the third are not compared.
     """
-    known = list(map(literal, numbers))
-    has_integers = any(x.value.dtype.kind in "iu" for x in numbers)
-    ours, _ = _with_constants(program, known)
-    theirs, _ = _with_constants(constant)
+    pair = _both(numbers, program, constant)
+    if pair is None:
+        return False
+    ours, theirs = pair
     for order in range(MAX_DERIVATIVES + 1):
         if order:
             ours, theirs = _pulled_back(ours), _pulled_back(theirs)
-        if ours is None or theirs is None:
-            return order > 1 and ours is theirs  # there is a derivative in reverse, but no second
+        if isinstance(ours, TypeError) and isinstance(theirs, TypeError):
+            return order > 1 and str(ours) == str(theirs)  # there is a first derivative alone
+        if isinstance(ours, Exception) or isinstance(theirs, Exception):
+            return False
         if not _are_same(_apart(ours), _apart(theirs), key):
             return False
-        if order and has_integers:  # of what is known already, JAX has taken the products
-            program = _pulled_back(program, len(known))
-            if _apart(program, known)[1]:
-                return False
         if not (has_rules(ours) or has_rules(theirs)):
             break
     return True
 
 
-def _are_same(ours: tuple[Any, int], theirs: tuple[Any, int], key: KeyOf) -> bool:
-    """Returns whether programs are the same, each with its number of products of integers."""
-    if ours[1] != theirs[1]:  # those of Python do not overflow
-        return False
-    entries = _folded(ours[0], key), _folded(theirs[0], key)
+def _both(numbers: Sequence[Number], program: Any, constant: Any) -> tuple[Any, Any] | None:
+    """Returns two programs, in both of which the numbers are constants.
+
+    None if they compute different things of constants: where JAX and Python would do the same, the
+    results for these numbers may be equal, but not for others.
+    """
+    ours: list[str] = []
+    theirs: list[str] = []
+    pair = (
+        _with_constants(program, list(map(literal, numbers)), computed=ours),
+        _with_constants(constant, computed=theirs),
+    )
+    return pair if ours == theirs else None
+
+
+def _are_same(ours: Any, theirs: Any, key: KeyOf) -> bool:
+    """Returns whether programs have the same equations, and constants that are equal."""
+    entries = _folded(ours, key), _folded(theirs, key)
     return len(entries[0]) == len(entries[1]) and all(
-        a[:-1] == b[:-1] and _all_close(a[-1], b[-1]) for a, b in zip(*entries, strict=True)
+        a[:-1] == b[:-1] and _are_equal(a[-1], b[-1]) for a, b in zip(*entries, strict=True)
     )
 
 
-def _pulled_back(program: Any, num_fixed: int = 0) -> Any | None:
+def _pulled_back(program: Any) -> Any:
     """The program of cotangents of its arguments, of the arguments and cotangents of its results.
 
-    Arguments and results without a gradient have no cotangents, nor do the last `num_fixed`
-    arguments, which come last. None if there is no derivative: where a rule decides on the numbers,
-    or in reverse.
+    Arguments and results without a gradient have no cotangents. The error if there is no
+    derivative: where a rule decides on the numbers, or in reverse.
     """
     types = program.in_avals
-    num_free = len(types) - num_fixed
-    moves = [has_gradient(t.dtype) and k < num_free for k, t in enumerate(types)]
-    has_slope = [has_gradient(t.dtype) for t in program.out_avals]
+    moves, has_slope = ([has_gradient(t.dtype) for t in x] for x in (types, program.out_avals))
 
-    def reverse(free: Sequence[Any], slopes: Sequence[Any], fixed: Sequence[Any]) -> Sequence[Any]:
-        args = [*free, *fixed]
-
+    def reverse(args: Sequence[Any], slopes: Sequence[Any]) -> Sequence[Any]:
         def of_moving(*moving: Any) -> list[Any]:
             rest = iter(moving)
             values = [next(rest) if m else x for x, m in zip(args, moves, strict=True)]
@@ -118,26 +127,28 @@ def _pulled_back(program: Any, num_fixed: int = 0) -> Any | None:
 
     slopes = list(itertools.compress(program.out_avals, has_slope))
     try:
-        return jax.make_jaxpr(reverse)(types[:num_free], slopes, types[num_free:])
-    except Exception:
-        return None
+        return jax.make_jaxpr(reverse)(types, slopes)
+    except Exception as error:
+        return error
 
 
 def _with_constants(
-    program: Any, known: Sequence[Any] = (), with_rules: bool = True
-) -> tuple[Any, int]:
+    program: Any,
+    known: Sequence[Any] = (),
+    *,
+    with_rules: bool = True,
+    computed: list[str] | None = None,
+) -> Any:
     """The program without its last arguments, which are known; bodies hold what they read of it.
 
-    And how many products of known integers there are. Functions are there `with_rules` that they
-    have, or replaced by what they compute.
+    Functions are there `with_rules` that they have, or replaced by what they compute. The names of
+    operations on what is known are added to `computed`.
     """
-    num_products = 0
 
     def run(inner: Any, *args: Any) -> list[Any]:
         return interpret(without_consts(inner), [*map(_known, consts_of(inner))], args, rule)
 
     def rule(eqn: Equation, values: list[Any]) -> list[Any]:
-        nonlocal num_products
         name = eqn.primitive.name
         if not with_rules and name in RULES_OF:
             return run(eqn.params[CALLS[name]], *values)
@@ -152,12 +163,12 @@ def _with_constants(
             return run_equation(without_consts(program), eqn, values)
         with jax.ensure_compile_time_eval():
             results = run_equation(without_consts(program), eqn, values)
-        is_integer = results and jax.dtypes.issubdtype(results[0].dtype, np.integer)
-        num_products += bool(is_integer and name in PRODUCTS)
+        if computed is not None and name not in MOVES:
+            computed.append(name)
         return [*map(_known, results)]
 
     types = program.in_avals[: len(program.in_avals) - len(known)]
-    return jax.make_jaxpr(lambda *args: run(program, *args, *known))(*types), num_products
+    return jax.make_jaxpr(lambda *args: run(program, *args, *known))(*types)
 
 
 _apart = functools.partial(_with_constants, with_rules=False)
@@ -237,13 +248,22 @@ def _same_but_for_zero(eqn: Equation, values: dict[Any, Any]) -> Any:
     return other if other.aval.shape == eqn.outvars[0].aval.shape else None
 
 
-def _all_close(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Returns whether constants are equal but for the last bits; random keys must be the same."""
-    for a, b in zip(ours, theirs, strict=True):
-        if a is b:
-            continue
-        if not (is_number(a) or np.ndim(a) == 0) or np.shape(a) != np.shape(b):
-            return False
-        if not np.allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=0, equal_nan=True):
-            return False
-    return True
+def _are_equal(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    """Returns whether constants are equal; real numbers but for their last bit.
+
+    JAX rounds a number of Python once where it is a literal. As an operand it is rounded to the
+    default dtype first, and then to a dtype of fewer bits that it meets.
+    """
+    return all(a is b or _is_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if not all(is_number(x) or isinstance(x, bool | int | float | complex) for x in (a, b)):
+        return False
+    dtype = jnp.result_type(a)
+    if dtype != jnp.result_type(b) or np.shape(a) != np.shape(b):
+        return False
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return bool(np.all(np.asarray(a) == np.asarray(b)))
+    wide = (np.asarray(x).astype(np.complex128) for x in (a, b))
+    return bool(np.allclose(*wide, rtol=float(jnp.finfo(dtype).eps), atol=0, equal_nan=True))

@@ -18,7 +18,7 @@ import gc
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,12 +29,12 @@ from jax.core import Tracer
 from jedbatch._graph.prune import cut_apart, without_unread
 from jedbatch._jaxpr.identity import tree_key
 from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.storage import is_key, stored_kind
 from jedbatch._lazy.futures import Awaited, Future, Outcome, Returned, SharedFuture
 from jedbatch._record.cell import Cell, pause, recording
 from jedbatch._record.fast_path import Description
 from jedbatch._record.instance_arrays import array_type, is_array
+from jedbatch._record.lifting import Lifted
 from jedbatch._record.operators import StaticSlice
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
@@ -206,7 +206,7 @@ class LazyRecorder(Recorder):
     # --- operations ---
 
     def cell_call_spec(
-        self, cell: Cell, args: tuple, static: dict, lifted: Mapping[int, Number] | None = None
+        self, cell: Cell, args: tuple, static: dict, lifted: Lifted | None = None
     ) -> Any:
         """Returns how to record a call of a cell."""
         self._reader = cell.name

@@ -336,7 +336,7 @@ def describe_cell(recorder: RecorderLike, cell: Cell, contents: tuple[Any, ...])
     values = held_values(fn)
     if any(isinstance(x, np.ndarray) for x in values):
         raise NotDescribedError("closes over an array of NumPy; pass it as an argument")
-    if recorder.registry.numbers_held(fn, recorder.computed)[1]:
+    if recorder.registry.numbers_held(fn, recorder.computed)[1] is not None:
         raise NotDescribedError(HOLDS_NUMBERS)
     captured = {k: x for k, x in enumerate(values) if isinstance(x, Tracer)}
     if captured:

@@ -8,24 +8,40 @@ become operands.
 
 import math
 from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
 from jedbatch._jaxpr.numbers import Number, is_number, with_numbers
+from jedbatch._record.arithmetic import Arithmetic, as_jax_sees
 from jedbatch._record.asking import Asked
 from jedbatch._record.closures import function_identity
 from jedbatch._record.environment import Weakly
 from jedbatch._record.held import OPERAND, held_functions, held_values, with_held_values
-from jedbatch._record.instance_arrays import array_type
 from jedbatch._support.caches import Budget, Memory, each
 
 NUMBERS_BYTES = 1 << 10  # of the numbers of an operation, about
 MAGNITUDE = 8  # binary digits
 MAX_APART = 8  # sets of numbers of one operation on which Python decided, before all are constants
 UNKNOWN = Asked(True, True)  # of calls that have not been looked at
+
+
+class Lifted(NamedTuple):
+    """Numbers that a function holds with which Python computes operands.
+
+    Attributes:
+      held: the numbers, by position among `held_values`.
+      exact: what they are known by.
+      arithmetic: what Python computes with them.
+      operands: the results.
+    """
+
+    held: dict[int, Any]
+    exact: tuple[bytes, ...]
+    arithmetic: Arithmetic
+    operands: list[Number]
 
 
 class NumbersMet:
@@ -77,6 +93,7 @@ class Lifting:
         self._compared: dict[Hashable, None] = Memory(None, budget, of_numbers)
         self._apart: dict[int, set[tuple]] = Memory(None, budget, of_numbers)
         self._asks: dict[int, Asked] = Memory(None, budget, of_numbers)
+        self._arithmetic: dict[Hashable, Arithmetic] = Memory(None, budget, of_numbers)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -103,49 +120,45 @@ class Lifting:
         """Returns whether Python asks which objects calls of this id hold, or may."""
         return self._asks.get(call_spec, UNKNOWN).identity
 
-    def is_new(self, call_spec: int, numbers: Sequence[Number], objects: Sequence[Any]) -> bool:
+    def is_new(self, call_spec: int, lifted: Lifted, objects: Sequence[Any]) -> bool:
         """Returns whether calls of this id have not been compared with those that hold numbers.
 
-        Numbers count as known if each had that sign before, and about that magnitude; where Python
-        asks what they are, if all had these values; and where it asks which objects hold them, if
-        the same did.
+        Numbers count as known if each operand had that sign before, and about that magnitude; where
+        Python asks what they are, if all had these values; and where it asks which objects hold
+        them, if the same did.
 
         Args:
           call_spec: the id.
-          numbers: that are operands.
+          lifted: the numbers.
           objects: that the function holds, if they are compared by identity.
         """
-        known_by = self._known_by(call_spec, numbers, objects)
+        known_by = self._known_by(call_spec, lifted, objects)
         is_compared = all(key in self._compared for key in known_by)
-        return not is_compared and not self.is_apart(call_spec, numbers)
+        return not is_compared and not self.is_apart(call_spec, lifted)
 
-    def note_compared(
-        self, call_spec: int, numbers: Sequence[Number], objects: Sequence[Any]
-    ) -> None:
+    def note_compared(self, call_spec: int, lifted: Lifted, objects: Sequence[Any]) -> None:
         """Notes that calls of this id compute the same with numbers as operands."""
-        self._compared.update(dict.fromkeys(self._known_by(call_spec, numbers, objects)))
+        self._compared.update(dict.fromkeys(self._known_by(call_spec, lifted, objects)))
 
-    def is_apart(self, call_spec: int, numbers: Sequence[Number]) -> bool:
+    def is_apart(self, call_spec: int, lifted: Lifted) -> bool:
         """Returns whether calls of this id have these numbers as constants (see `sets_apart`)."""
-        return _exactly(numbers) in self._apart.get(call_spec, ())
+        return lifted.exact in self._apart.get(call_spec, ())
 
-    def sets_apart(self, call_spec: int, numbers: Sequence[Number]) -> bool:
+    def sets_apart(self, call_spec: int, lifted: Lifted) -> bool:
         """Makes numbers constants where others of the same calls are operands, if these are few.
 
         For those that Python compares others with, such as 0.5 in `if t == 0.5`.
         """
         apart = self._apart.setdefault(call_spec, set())
         if len(apart) < MAX_APART:
-            apart.add(_exactly(numbers))
-        return _exactly(numbers) in apart
+            apart.add(lifted.exact)
+        return lifted.exact in apart
 
-    def _known_by(
-        self, call_spec: int, numbers: Sequence[Number], objects: Sequence[Any]
-    ) -> list[Hashable]:
+    def _known_by(self, call_spec: int, lifted: Lifted, objects: Sequence[Any]) -> list[Hashable]:
         if not self.asks(call_spec):
-            return _ranges(call_spec, numbers)
+            return [(call_spec,), *_ranges(call_spec, lifted.operands)]
         found = map(Weakly, objects) if self.finds(call_spec) else ()
-        return [(call_spec, _exactly(numbers), *found)]
+        return [(call_spec, lifted.exact, *found)]
 
     def fix(self, skeleton: Hashable) -> None:
         """Makes the operands of an operation part of its type: integers first, then all of them.
@@ -165,7 +178,7 @@ class Lifting:
         reached: Mapping[int, Hashable],
         known: Container[int],
         computed: Collection[int],
-    ) -> tuple[Hashable, dict[int, Number]]:
+    ) -> tuple[Hashable, Lifted | None]:
         """Returns a function without the numbers it holds, and those that are operands.
 
         Args:
@@ -175,25 +188,30 @@ class Lifting:
           computed: ids of arrays that were computed from numbers while recording.
 
         Returns:
-          What `fix` knows the function by, and numbers by position among `held_values`.
+          What `fix` knows the function by, and the numbers; None if there are none.
         """
         held = dict(enumerate(held_values(fn)))
         numbers = {
             k: number for k, x in held.items() if (number := _number_of(x, computed)) is not None
         }
         if not numbers:
-            return None, {}
+            return None, None
         places = [*numbers, *(k for k, x in held.items() if isinstance(x, Tracer))]
         without = with_held_values(fn, dict.fromkeys(places, OPERAND), known)
         types = tuple((x.value.shape, x.value.dtype, x.weak) for x in numbers.values())
         skeleton = "closure", function_identity(without, reached), held_functions(fn), types
-        lifted = self.lifted(skeleton, tuple(numbers.values()))
         positions = list(numbers)
-        return skeleton, {positions[k]: numbers[positions[k]] for k in lifted}
-
-
-def _exactly(numbers: Sequence[Number]) -> tuple:
-    return tuple([x.key for x in numbers])
+        varying = self.lifted(skeleton, tuple(numbers.values()))
+        if not varying:
+            return skeleton, None
+        lifted = {positions[k]: held[positions[k]] for k in varying}
+        arithmetic = self._arithmetic.setdefault((skeleton, varying), Arithmetic())
+        exact = tuple([numbers[k].key for k in lifted])
+        try:
+            operands = arithmetic.results(lifted)
+        except Exception:  # Python raises it again where it runs the function, if it gets there
+            return skeleton, None
+        return skeleton, Lifted(lifted, exact, arithmetic, operands)
 
 
 def _ranges(call_spec: int, numbers: Sequence[Number]) -> list[Hashable]:
@@ -214,18 +232,16 @@ def _ranges(call_spec: int, numbers: Sequence[Number]) -> list[Hashable]:
 
 
 def _number_of(x: object, computed: Collection[int]) -> Number | None:
-    """Returns a number or small array that a function holds; None of anything else."""
+    """Returns a number or small array that a function holds, to the last bit; else None."""
     if type(x) not in (int, float, complex) and not is_number(x):
         return None
     if isinstance(x, jax.Array) and id(x) not in computed:
         return None
-    if type(x) is np.ndarray:  # in 64 bits it may be: JAX rounds what is closed over
-        x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
     try:
-        shape, dtype, weak = array_type(x)
+        weak = as_jax_sees(x).weak
     except OverflowError:  # Python alone computes with it, as with a hash
         return None
-    return Number(np.asarray(x, dtype).reshape(shape), weak)
+    return Number(np.asarray(x), weak)
 
 
 def with_operands(call: Callable, lifted: Sequence[int]) -> Callable:

@@ -29,7 +29,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 
 import operator
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -68,7 +68,7 @@ from jedbatch._record.grouping import Grouping
 from jedbatch._record.inlining import record_inlined
 from jedbatch._record.instance_arrays import array_type, is_array, owned_arrays, replace_arrays
 from jedbatch._record.keys import identity_of_constant
-from jedbatch._record.lifting import with_operands
+from jedbatch._record.lifting import Lifted, with_operands
 from jedbatch._record.operators import (
     index_shared,
     index_value,
@@ -408,10 +408,10 @@ class Recorder(Trace):
         return slow_path(self, cell, args, static)
 
     def cell_call_spec(
-        self, cell: Cell, args: tuple, static: dict, lifted: Mapping[int, Number] | None = None
+        self, cell: Cell, args: tuple, static: dict, lifted: Lifted | None = None
     ) -> tuple[CallSpec, list] | None:
         """(how to record a call of a cell, its references); None if it is not ours to record."""
-        return cell_call_spec(self, cell, args, static, lifted or {})
+        return cell_call_spec(self, cell, args, static, lifted)
 
     # --- jit-ted functions and other primitives ---
 

@@ -23,7 +23,6 @@ from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.extents_inside import extents_in, numbered_extent
 from jedbatch._jaxpr.identity import Same, carried_key, is_immutable, tree_key
 from jedbatch._jaxpr.interpret import cares_for_padding, one_by_one, performs
-from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.symbolic_dims import (
     RaggedType,
@@ -42,7 +41,7 @@ from jedbatch._record.escapes import is_kept, live_tracers, only_new_garbage
 from jedbatch._record.hidden import Hidden, by_class
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.keys import Keys, memory_of_constants
-from jedbatch._record.lifting import Lifting
+from jedbatch._record.lifting import Lifted, Lifting
 from jedbatch._record.shared_operands import SharedOperands
 from jedbatch._record.shared_values import SharedValue, derived, owned, prologue
 from jedbatch._record.variants import VariantsMet
@@ -372,8 +371,8 @@ class Registry:
 
     def numbers_held(
         self, fn: Callable, computed: Collection[int]
-    ) -> tuple[Hashable, dict[int, Number]]:
-        """Returns a function without the numbers it holds, and those that are operands.
+    ) -> tuple[Hashable, Lifted | None]:
+        """Returns a function without the numbers it holds, and those that are operands, if any.
 
         Calls with numbers that were constants until now are described anew (see `Lifting`).
         """

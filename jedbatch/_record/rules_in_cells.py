@@ -9,7 +9,8 @@ JAX keeps the rule as Python, and runs it when somebody differentiates. In a pla
 still there by then; of a cell, which is traced, it is gone. So while a cell is traced, functions of
 which something reads a traced value are traced with their rules (see `custom_rules`), and what they
 read of the cell is an operand of their programs. Everything else is handed on as it is, unless
-traced cells are to be compared: then all functions with rules are programs.
+traced cells are to be compared: then all functions with rules are programs. In place of numbers
+with which Python computes, operands are handed on (see `arithmetic`).
 """
 
 import contextlib
@@ -21,6 +22,7 @@ from jax.core import Trace, Tracer
 from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._jaxpr.numbers import BODIES
+from jedbatch._record.arithmetic import read_by_jax
 from jedbatch._record.custom_rules import (
     CustomFunctions,
     calling_with_forward_rule,
@@ -57,6 +59,7 @@ class RulesAsPrograms(Trace):
         return self.inner.stage_value(val)
 
     def process_primitive(self, primitive, tracers, params, /):
+        tracers = list(map(read_by_jax, tracers))
         name = primitive.name
         if name not in BODIES or not self._opens(name, params):
             return self.inner.process_primitive(primitive, tracers, params)
@@ -86,13 +89,14 @@ class RulesAsPrograms(Trace):
         return self._call((fun, fwd, bwd), call, tracers)
 
     def _call(self, functions: Sequence[Any], call: Callable, args: Sequence[Leaf]) -> list[Leaf]:
+        args = list(map(read_by_jax, args))
         keys = Keys()  # of this function alone: they hold traced values
         programs = custom_programs(functions, call, args, self._is_captured, keys.rule_key)
         with set_current_trace(self.inner):
             if programs is None or not (self.all_rules or programs.holds_tracers):
                 return call(*args)
             note_run(functions[0], args)
-            return programs.operation()(*programs.captured, *args)
+            return programs.operation()(*map(read_by_jax, programs.captured), *args)
 
     def _is_captured(self, x: object) -> bool:
         return isinstance(x, Tracer) or self._is_reached(x)
@@ -102,7 +106,7 @@ class RulesAsPrograms(Trace):
 
 
 @contextlib.contextmanager
-def rules_as_programs(registry: Any, all_rules: bool) -> Iterator[None]:
+def rules_as_programs(registry: Any, all_rules: bool) -> Iterator[RulesAsPrograms]:
     """Inside, a cell is traced whose functions with rules may read its values.
 
     For arguments see `RulesAsPrograms`.
@@ -110,4 +114,4 @@ def rules_as_programs(registry: Any, all_rules: bool) -> Iterator[None]:
     with take_current_trace() as inner:
         trace = RulesAsPrograms(inner, registry, all_rules)
         with set_current_trace(trace):
-            yield
+            yield trace

@@ -7,7 +7,7 @@ not, and so are symbolic values that the function holds, and numbers that differ
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,9 +19,9 @@ from jedbatch import checks
 from jedbatch._graph.operations import CallSpec
 from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import tree_key, typed_or_same
-from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.same_programs import has_rules, has_same_rules_with, is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
+from jedbatch._record.arithmetic import Operands, Unforeseen, read_by_jax
 from jedbatch._record.asking import Asked, noting_whether_it_asks
 from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_options
 from jedbatch._record.closures import function_identity
@@ -35,6 +35,7 @@ from jedbatch._record.held import (
 )
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.instance_key import is_constant
+from jedbatch._record.lifting import Lifted
 from jedbatch._record.registry import NUMBER_TYPES
 from jedbatch._record.rules_in_cells import rules_as_programs
 from jedbatch._record.shared_operands import VALUE
@@ -46,30 +47,33 @@ from jedbatch.errors import SymbolicValueError
 def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> PyTree:
     """Records a call of a cell: any pytrees of anything."""
     registry, num_nodes = recorder.registry, len(recorder.call_specs)
+    lifting = registry.lifting
     while True:
         skeleton, lifted = registry.numbers_held(cell.fn, recorder.computed)
         try:
             recorded = recorder.cell_call_spec(cell, args, static, lifted)
+        except Unforeseen:
+            continue  # with more operands
         except Exception:
-            if not lifted:
+            if lifted is None:
                 raise
         else:
             if (
-                not lifted
+                lifted is None
                 or recorded is None
                 or _reads_no_number(recorder, cell, args, static, lifted, recorded[0])
             ):
                 break
-            lifting, call = registry.lifting, recorded[0].id
-            if lifting.asks(call) and lifting.sets_apart(call, list(lifted.values())):
+            call = recorded[0].id
+            if lifting.asks(call) and lifting.sets_apart(call, lifted):
                 recorded = recorder.cell_call_spec(cell, args, static)
                 break
-        registry.lifting.fix(skeleton)  # Python reads a number
+        lifting.fix(skeleton)  # Python reads a number
     if recorded is None:  # inside another transformation: not ours to record
         return cell.fn(*args, **static)
     call_spec, references = recorded
     try:
-        if lifted:
+        if lifted is not None:
             raise NotDescribedError(HOLDS_NUMBERS)
         if len(recorder.call_specs) > num_nodes:
             raise NotDescribedError  # a weight is a value here, which no user can help
@@ -87,21 +91,21 @@ def _reads_no_number(
     cell: Cell,
     args: tuple,
     static: dict,
-    lifted: Mapping[int, Number],
+    lifted: Lifted,
     call_spec: CallSpec,
 ) -> bool:
     """Returns whether a cell computes the same whether some numbers are operands or constants.
 
-    It does not where Python asks what the numbers are, as `isinstance` does, or computes with more
-    digits than JAX. Whether that matters depends on the sign and the magnitude of a number most
-    often, so calls are compared for each of them; and for each number where code asks for types.
+    It does not where Python asks what the numbers are, as `isinstance` does, or functions of JAX
+    do. Whether that matters depends on the sign and the magnitude of a number most often, so calls
+    are compared for each of them; and for each number where code asks for types.
     """
-    registry, numbers = recorder.registry, list(lifted.values())
+    registry, numbers = recorder.registry, lifted.operands
     objects = objects_by_identity(cell.fn)
-    if not registry.lifting.is_new(call_spec.id, numbers, objects):
-        return not registry.lifting.is_apart(call_spec.id, numbers)
+    if not registry.lifting.is_new(call_spec.id, lifted, objects):
+        return not registry.lifting.is_apart(call_spec.id, lifted)
 
-    def traced(lifted: Mapping[int, Number], all_rules: bool) -> tuple[Any, PyTreeDef]:
+    def traced(lifted: Lifted | None, all_rules: bool) -> tuple[Any, PyTreeDef]:
         found = _prepared(recorder, cell, args, static, lifted, all_rules)
         assert found is not None
         parts = found.call, found.shared, found.kinds
@@ -109,17 +113,17 @@ def _reads_no_number(
         return program, tree
 
     program = operation_of(registry.node_types[call_spec.node_type]).jaxpr
-    constant, tree = traced({}, all_rules=False)
+    constant, tree = traced(None, all_rules=False)
     key = registry.keys.params_key
     with pause(), jax.ensure_compile_time_eval():
         same = tree == (call_spec.tree or jax.tree.structure(0))
         if same and not is_same_with(numbers, program, constant, key):
             same = has_rules(program)  # which may read the numbers
             if same:
-                ours, theirs = (traced(x, all_rules=True)[0] for x in (lifted, {}))
+                ours, theirs = (traced(x, all_rules=True)[0] for x in (lifted, None))
                 same = has_same_rules_with(numbers, ours, theirs, key)
     if same:
-        registry.lifting.note_compared(call_spec.id, numbers, objects)
+        registry.lifting.note_compared(call_spec.id, lifted, objects)
     return same
 
 
@@ -163,7 +167,7 @@ def _prepared(
     cell: Cell,
     args: tuple,
     static: dict,
-    lifted: Mapping[int, Number],
+    lifted: Lifted | None,
     all_rules: bool = False,
 ) -> PreparedCall | None:
     """Returns a call of a cell; None if it is not ours to record. For arguments see below.
@@ -175,14 +179,16 @@ def _prepared(
     static = {name: value for name, value in static.items() if name not in named}
     options = static_options(cell, static)
     captured = {k: x for k, x in enumerate(held_values(fn)) if isinstance(x, Tracer)}
-    captured |= {k: recorder.number(x) for k, x in lifted.items()}
-    places = list(captured)  # of numbers at last
-    from_closure = [captured[k] for k in places]
+    places = [*captured, *(lifted.held if lifted else ())]
+    operands_of_python = [recorder.number(x) for x in lifted.operands] if lifted else []
+    from_closure = [*captured.values(), *operands_of_python]
     leaves, tree = flatten((args, from_closure, named), f"an argument of cell `{cell.name}`")
     leaves = [as_number(leaf) for leaf in leaves]
     if _is_foreign(recorder, leaves):
         return None
     identity = identity_without(recorder, fn, places)
+    if lifted:
+        identity = identity, lifted.arithmetic.key
     if recorder.grouping is None:
         _make_values(recorder, (identity, options, tree_key(tree)), leaves, tree)
     slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
@@ -192,21 +198,33 @@ def _prepared(
         sources = {"shared": iter(shared_values), "value": iter(operand_values)}
         constants = iter(fixed)
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
-        args, values, operands = jax.tree.unflatten(tree, filled)
+        args, values, arrays = jax.tree.unflatten(tree, filled)
         watched: Any = contextlib.nullcontext()
         objects = objects_by_identity(fn)
         if lifted or any(map(holds_traced, objects)):
             watched = noting_whether_it_asks(asked, bool(objects))
-        try:
-            with rules_as_programs(recorder.registry, all_rules), watched:
-                function = with_held_values(fn, dict(zip(places, values, strict=True)))
-                return function(*args, **static, **operands)
-        except Exception as error:
-            note_call(error, cell.name, fn, args, static | operands)
-            raise
+        held = dict(zip(captured, values, strict=False))
+        with rules_as_programs(recorder.registry, all_rules) as trace:
+            operands = None
+            if lifted:
+                operands = Operands(lifted.arithmetic, values[len(captured) :])
+                held |= {k: operands.held(trace, k, x) for k, x in lifted.held.items()}
+            try:
+                with watched:
+                    results = with_held_values(fn, held)(*args, **static, **arrays)
+            except Exception as error:
+                note_call(error, cell.name, fn, args, static | arrays)
+                raise
+            if operands is None:
+                return results
+            results = jax.tree.map(read_by_jax, results)
+        if operands.missing:
+            operands.arithmetic.note_read(list(operands.missing))
+            raise Unforeseen
+        return results
 
     key = ("cell", identity, options, tree_key(tree), tuple(slots))
-    holds = bool(captured)
+    holds = bool(places)
     return PreparedCall(key, call, tuple(shared), operands, identity, options, slots, holds, asked)
 
 
@@ -215,7 +233,7 @@ def cell_call_spec(
     cell: Cell,
     args: tuple,
     static: dict,
-    lifted: Mapping[int, Number],
+    lifted: Lifted | None,
 ) -> tuple[CallSpec, list] | None:
     """(how to record a call of a cell, its references); None if it is not ours to record.
 
@@ -224,7 +242,7 @@ def cell_call_spec(
       cell: the cell.
       args: its positional arguments.
       static: its keyword arguments.
-      lifted: numbers it holds that are operands, by position among `held_values`.
+      lifted: numbers it holds of which operands are computed.
     """
     found = _prepared(recorder, cell, args, static, lifted)
     if found is None:

@@ -5,7 +5,7 @@ Their recorder knows which instance they belong to and records operations on the
 
 import operator
 import sys
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -18,6 +18,7 @@ from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import asks_for_type, is_ragged, refuse_iteration, refuse_writing
 from jedbatch._jaxpr.versions import traced_number
 from jedbatch._record.failures import note_operation
+from jedbatch._record.lifting import Lifted
 from jedbatch._record.registry import Registry
 from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
@@ -86,7 +87,7 @@ class RecorderLike(Protocol):
     def shared_value(self, symbol: "Shared") -> "Value": ...
 
     def cell_call_spec(
-        self, cell: Any, args: tuple, static: dict, lifted: Mapping[int, Number] | None = None
+        self, cell: Any, args: tuple, static: dict, lifted: Lifted | None = None
     ) -> tuple[CallSpec, list] | None: ...
 
     def description(self, cell: Any, args: tuple, static: dict) -> Any: ...
