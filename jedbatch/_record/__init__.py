@@ -17,63 +17,65 @@ Read in this order:
    libraries.
 10. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
    jaxprs.
-11. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
-12. `element_functions`: Functions of one element of a list, computed once where the element is
+11. `arithmetic`: What Python computes with the numbers that a cell holds, before JAX sees a
+   result.
+12. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
+13. `element_functions`: Functions of one element of a list, computed once where the element is
    made.
-13. `padded_calls`: Nodes with lists as nodes of types that have room for more elements.
-14. `arity`: Cells that take lists of any length: one type for many lengths.
-15. `shared_values`: Values that do not depend on the instance, and how they are computed before
+14. `padded_calls`: Nodes with lists as nodes of types that have room for more elements.
+15. `arity`: Cells that take lists of any length: one type for many lengths.
+16. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
-16. `shared_operands`: Shared arrays that cells get in place of values.
-17. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
+17. `shared_operands`: Shared arrays that cells get in place of values.
+18. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
    a context.
-18. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
+19. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
    enough.
-19. `rule_programs`: Functions with a derivative rule of their own, traced: the function and its
+20. `rule_programs`: Functions with a derivative rule of their own, traced: the function and its
    rule as programs.
-20. `custom_rules`: Functions with a derivative rule of their own, as programs.
-21. `rules_in_cells`: Functions with derivative rules made inside of a cell, of values of the cell.
-22. `registry`: Types, shared values and calls seen while recording, interned.
-23. `failures`: What errors of users' functions say besides what JAX says: where they
+21. `custom_rules`: Functions with a derivative rule of their own, as programs.
+22. `rules_in_cells`: Functions with derivative rules made inside of a cell, of values of the cell.
+23. `registry`: Types, shared values and calls seen while recording, interned.
+24. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
-24. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-25. `operators`: Indexing symbols, and Python's operators on them.
-26. `watched`: Containers that may change, and whether they hold what they held before.
-27. `fast_path`: Recording calls of cells the second time: by a description of their
+25. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+26. `operators`: Indexing symbols, and Python's operators on them.
+27. `watched`: Containers that may change, and whether they hold what they held before.
+28. `fast_path`: Recording calls of cells the second time: by a description of their
    arguments.
-28. `slow_path`: Recording calls of cells the first time, and those without a short description.
-29. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
+29. `slow_path`: Recording calls of cells the first time, and those without a short description.
+30. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
    `jnp.zeros(8)`.
-30. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-31. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-32. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+31. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+32. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+33. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-33. `inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces them into
+34. `inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces them into
    many programs.
-34. `recorder`: A recorder of what a function does to symbolic values.
-35. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-36. `thread_settings`: The settings of a thread, for work that goes on in another one.
-37. `deep`: Recursion deeper than Python's limit.
-38. `trace`: Recording a minibatch: every instance of it as a graph.
-39. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+35. `recorder`: A recorder of what a function does to symbolic values.
+36. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+37. `thread_settings`: The settings of a thread, for work that goes on in another one.
+38. `deep`: Recursion deeper than Python's limit.
+39. `trace`: Recording a minibatch: every instance of it as a graph.
+40. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-40. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-41. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+41. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+42. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-42. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+43. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-43. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+44. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-44. `granularity.fuse`: Finding cells without marks: operations that always run together become
+45. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-45. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+46. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-46. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+47. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-47. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-48. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+48. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+49. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-49. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-50. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+50. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+51. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """
