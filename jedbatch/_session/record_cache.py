@@ -123,7 +123,7 @@ class RecordCache:
         self.num_recorded = 0
         self.grouping = GRANULARITIES[options.granularity or "cell"](registry)
         self.merging = Merging(registry) if options.granularity is None else None
-        self.unmarked: Blocks | None = self.merging and self.merging.blocks
+        self.unmarked: Blocks | None = self.merging.blocks if self.merging else None
         self.lists = StackedLists(registry) if options.granularity is None else None
         self.readouts = Readouts(registry) if options.granularity is None else None
         self._limit = options.cache_size
