@@ -36,7 +36,9 @@ from jedbatch._jaxpr.numbers import BODIES, Number, is_number, literal, number_i
 from jedbatch._jaxpr.versions import CALLS, RULES_OF, Equation, consts_of, without_consts
 
 # What may differ where a number is an operand: its value does not.
-MOVES = names_in("broadcast_in_dim convert_element_type copy copy_p reshape squeeze transpose")
+MOVES = names_in(
+    "broadcast_in_dim convert_element_type copy copy_p reshape squeeze stop_gradient transpose"
+)
 MAX_DERIVATIVES = 3  # of programs with rules, each of the one before
 
 KeyOf = Callable[[Any], Any]
@@ -150,7 +152,8 @@ def _with_constants(
 
     def rule(eqn: Equation, values: list[Any]) -> list[Any]:
         name = eqn.primitive.name
-        if not with_rules and name in RULES_OF:
+        is_known = not any(isinstance(x, Tracer) for x in values)
+        if name in RULES_OF and (is_known or not with_rules):  # constants have no derivative
             return run(eqn.params[CALLS[name]], *values)
         if name in BODIES and not is_fixed(eqn):
             bodies = [functools.partial(run, body) for body in bodies_of(eqn)]
@@ -159,7 +162,7 @@ def _with_constants(
             if name == "cond":
                 return run_with_bodies(eqn, *_closing_over_known(bodies, values))
             return run_with_bodies(eqn, bodies, values)
-        if eqn.effects or any(isinstance(x, Tracer) for x in values):
+        if eqn.effects or not is_known:
             return run_equation(without_consts(program), eqn, values)
         with jax.ensure_compile_time_eval():
             results = run_equation(without_consts(program), eqn, values)

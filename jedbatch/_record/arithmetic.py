@@ -271,6 +271,15 @@ class PythonNumber(Tracer):
         """
         return self
 
+    def __bool__(self):
+        raise jax.errors.TracerBoolConversionError(self)
+
+    def __index__(self):
+        raise jax.errors.TracerIntegerConversionError(self)
+
+    def __int__(self):
+        raise jax.errors.ConcretizationTypeError(self, "`int()` of a number that is an operand")
+
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
 

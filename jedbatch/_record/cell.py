@@ -98,9 +98,9 @@ def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> A
 
     Args:
       fn: a pure function of arrays, for one instance: arrays or pytrees of arrays in, an array
-        or a pytree of arrays out. Positional Python numbers are values. Arrays as keyword
-        arguments, and containers of arrays, are operands like positional ones; other keyword
-        arguments are static, part of the type, and must be hashable.
+        or a pytree of arrays out. Positional Python numbers are values, those of `jax.jit`. Arrays
+        as keyword arguments, and containers of arrays, are operands like positional ones; other
+        keyword arguments are static, part of the type, and must be hashable.
       name: shown in plans; by default the function's name.
 
     Returns:
@@ -122,8 +122,10 @@ def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> A
       become operands, and so do numbers and small arrays of NumPy that differ from call to call,
       unless Python must know them; those that are its defaults or the arguments of a
       `functools.partial`, and those that functions, tuples, lists, dicts and objects among these
-      hold, too. If what it closes over changes, weights of a module for instance, it is recorded
-      again (see `jedbatch.batch`).
+      hold, too. What Python and NumPy compute with such numbers, they compute, in 64 bits, and an
+      operand is what an operation of JAX reads: `t // 0.1` in `x * (t // 0.1)`. Positional numbers
+      are of JAX as under `jax.jit`, and of 32 bits there. If what it closes over changes, weights of
+      a module for instance, it is recorded again (see `jedbatch.batch`).
 
     Examples:
       >>> import jax.numpy as jnp, jedbatch

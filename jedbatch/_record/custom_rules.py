@@ -34,6 +34,7 @@ from jedbatch._jaxpr.interpret import (
 from jedbatch._jaxpr.numbers import BODIES, literal, traced_bodies
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._jaxpr.versions import RULES_OF, consts_of, traced_rule, without_consts
+from jedbatch._record.arithmetic import read_by_jax
 from jedbatch._record.cell import pause
 from jedbatch._record.held import held_values
 from jedbatch._record.keys import Keys
@@ -157,7 +158,7 @@ class CustomFunctions:
             inner = without_consts(program)
 
             def rule(eqn: Any, values: list[Any]) -> list[Any]:
-                name = eqn.primitive.name
+                name, values = eqn.primitive.name, list(map(read_by_jax, values))
                 if name in RULES_OF:
                     return self._as_programs(inner, eqn, values, is_weight)
                 if name not in BODIES or is_fixed(eqn) or not has_calls(name, eqn.params):
@@ -194,7 +195,8 @@ class CustomFunctions:
             return apply(*args)
         numbers = {k: x for k, x in enumerate(programs.numbers) if has_gradient(x.value.dtype)}
         held = [jax.lax.stop_gradient(literal(x)) for x in numbers.values()]
-        return programs.operation(tuple(numbers))(*held, *programs.captured, *args)
+        captured = map(read_by_jax, programs.captured)
+        return programs.operation(tuple(numbers))(*held, *captured, *args)
 
 
 def reads_tracers_inside(name: str, params: Mapping[str, Any]) -> bool:

@@ -37,6 +37,7 @@ from jedbatch._session.merging import warn_if_costly
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.types import Array
+from jedbatch.errors import PerformanceWarning
 
 MANY_INSTANCES, FEW_INSTANCES = 64, 16  # of a minibatch, and of those that go ahead
 # Of arrays that are found at a glance: those that JAX computes with whatever its configuration.
@@ -237,6 +238,8 @@ class Recording:
         attempt = RaggedRecording(cache, arrays, given)
         try:
             return attempt.record(record)
+        except PerformanceWarning:  # where it is an error
+            raise
         except Exception as error:
             for number, reason in (attempt.failed or {attempt.number: error}).items():
                 attempt.number = number
