@@ -13,20 +13,19 @@ Policies for lanes say which block of nested loops runs next on the device. Pass
 of a step.
 
 - `least_loss`, the default, and `most_lanes`.
-- `LaneFSM`: what `batched.learn(..., lanes=True)` returns; `LaneFSM.load` reads one from a file.
 """
 
+from typing import Any
+
+from jedbatch._jaxpr.lane_policies import LaneFrontier, least_loss, most_lanes
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.heuristics import agenda, critical, depth, height, sufficient
-from jedbatch._schedule.lane_fsm import LaneFSM
-from jedbatch._schedule.lane_policies import LaneFrontier, least_loss, most_lanes
 from jedbatch._schedule.search import beam, optimal
 
 __all__ = [
     "FSM",
     "Frontier",
-    "LaneFSM",
     "LaneFrontier",
     "agenda",
     "beam",
@@ -38,3 +37,13 @@ __all__ = [
     "optimal",
     "sufficient",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LaneFSM":
+        raise AttributeError(
+            "there is no `jedbatch.policies.LaneFSM`: policies for lanes are not learned. Give "
+            "`lane_policy=` of `jedbatch.batch` `least_loss`, the default, `most_lanes`, or any "
+            "callable from a `LaneFrontier` to the number of a step."
+        )
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

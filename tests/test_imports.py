@@ -22,7 +22,7 @@ LEAVES = {"errors", "checks"}
 ALLOWED = {
     "_support": "",
     "_graph": "_support",
-    "_jaxpr": "_schedule _graph _support",
+    "_jaxpr": "_graph _support",
     "_schedule": "_graph _support",
     "_learn": "_schedule _graph _support",
     "_record": "_jaxpr _graph _support",
@@ -39,7 +39,7 @@ ALLOWED = {
     "_batch": "_export _control_flow _session _learn _ragged _program _kernel _schedule _record "
     "_jaxpr _graph _support",
     "_commands": "data models policies serve testing viz",
-    "policies": "_schedule",
+    "policies": "_schedule _jaxpr",
     "ragged": "",
     "viz": "_draw _program _schedule _graph _support",
     "__init__": "_batch _export _lazy _kernel _layout _record _learn _schedule _graph errors "

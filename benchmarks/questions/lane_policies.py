@@ -1,11 +1,9 @@
 """Which policy for lanes needs the fewest steps and lanes, and how long does it take?
 
-Loops in loops, as in `nested.py`: `hmc`, `nuts` and `oscillators`. Half of the instances are
-learned from, and the others are run.
+Loops in loops, as in `nested.py`: `hmc`, `nuts` and `oscillators`.
 
 least_loss  the step that costs least above the shares of its lanes, the default.
 most_lanes  the block at which most lanes wait.
-learned     what `batched.learn(..., lanes=True)` returns.
 
 `steps` and `lanes` are what ran on the device; `lanes / least` is how many times as many lanes ran
 as had to, and `work` the same by operations, a step's start included. All run in turns in one
@@ -32,23 +30,18 @@ def work_of(counts: Any, step_work: float) -> float:
     return ran / sum(x.needed * x.work for x in counts)
 
 
-def measure(table: common.Table, name: str, case: nested.Case, args: Any) -> str:
-    """Prints a row for each policy; returns how one was learned."""
-    learned_from, rows = case.rows[::2], case.rows[1::2]
+def measure(table: common.Table, name: str, case: nested.Case, seconds: float) -> None:
+    """Prints a row for each policy."""
+    rows = case.rows[1::2]  # the half that no policy was learned from when some were
     fns = {
-        name: jedbatch.batch(case.fn, in_axes=(None, 0), lane_policy=policy)
-        for name, policy in (
-            ("least_loss", policies.least_loss),
-            ("most_lanes", policies.most_lanes),
-            ("learned", policies.least_loss),
-        )
+        policy.__name__: jedbatch.batch(case.fn, in_axes=(None, 0), lane_policy=policy)
+        for policy in (policies.least_loss, policies.most_lanes)
     }
-    machine = fns["learned"].learn(case.params, learned_from, lanes=True, episodes=args.episodes)
     counts = {policy: fn.lane_steps(case.params, rows) for policy, fn in fns.items()}
     runs = [functools.partial(fn, case.params, rows) for fn in fns.values()]
     results = [np.asarray(run()[-1], float).sum() for run in runs]
     np.testing.assert_allclose(results, results[0], rtol=0.02)
-    times = common.interleaved(runs, args.seconds, least=5)
+    times = common.interleaved(runs, seconds, least=5)
     step_work = jedbatch.Target.named("cpu").step_work
     for i, (policy, found) in enumerate(counts.items()):
         table.row(
@@ -63,20 +56,18 @@ def measure(table: common.Table, name: str, case: nested.Case, args: Any) -> str
             times.ratio(0, i),
         )
     jax.clear_caches()
-    return f"{name}\n{machine.report}"
 
 
 def main() -> None:
     parser = common.options(__doc__)
     parser.add_argument("--seconds", type=float, default=10, help="per case (%(default)s)")
-    parser.add_argument("--episodes", type=int, default=64, help="of learning (%(default)s)")
     parser.add_argument("--cases", default="hmc,nuts,oscillators", help="such as hmc,nuts")
     args = parser.parse_args()
     if args.data:
         parser.error("--data: instances are always synthetic here")
     sizes = {"hmc": 64, "nuts": 100, "oscillators": 128}
     if args.quick:
-        args.seconds, args.episodes, sizes = 0.1, 2, dict.fromkeys(sizes, 16)
+        args.seconds, sizes = 0.1, dict.fromkeys(sizes, 16)
     makers: dict[str, Callable[[int], nested.Case]] = {
         "hmc": nested.hmc,
         "nuts": nested.nuts,
@@ -85,9 +76,8 @@ def main() -> None:
     print(common.machine())
     columns = "instances", "policy", "steps", "lanes", "lanes / least", "work", "ms"
     table = common.Table("", *columns, "least_loss /")
-    names = args.cases.split(",")
-    reports = [measure(table, name, makers[name](2 * sizes[name]), args) for name in names]
-    print("", *reports, sep="\n")
+    for name in args.cases.split(","):
+        measure(table, name, makers[name](2 * sizes[name]), args.seconds)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from jedbatch._batch.batched import Batched
+from jedbatch._jaxpr.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._kernel.target import Target
-from jedbatch._schedule.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import checked_axes
 from jedbatch._session.options import Options
@@ -156,9 +156,8 @@ def batch(
         `jedbatch.learn` returned, or any callable from a `Frontier` to a type id. None learns one
         while the first minibatch is planned, unless a schedule by rank is optimal.
       lane_policy: chooses which block of loops in loops runs next on the device (see
-        `control_flow`): `jedbatch.policies.least_loss` or `most_lanes`, what
-        `batched.learn(..., lanes=True)` returned, or any callable from a `LaneFrontier` to the
-        number of a step. It changes how many steps run, and no result.
+        `control_flow`): `jedbatch.policies.least_loss` or `most_lanes`, or any callable from a
+        `LaneFrontier` to the number of a step. It changes how many steps run, and no result.
       executor: "fused", the default, one XLA program per minibatch; "dispatch", one per batch, for
         debugging, but under a transformation of JAX; or "tiered": a program that compiles sooner
         and takes longer to run, until another thread has compiled the fused one. The last bits of

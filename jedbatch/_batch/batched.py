@@ -38,6 +38,7 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import any_traced, configuration, differences, without_mesh
 from jedbatch._jaxpr.identity import Same, tree_key
+from jedbatch._jaxpr.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._jaxpr.meshes import varies
 from jedbatch._learn.adaptive import Adaptive
@@ -51,8 +52,6 @@ from jedbatch._record.cell import recording
 from jedbatch._record.environment import Environment
 from jedbatch._record.inlining import without_jit
 from jedbatch._schedule.heuristics import agenda
-from jedbatch._schedule.lane_fsm import LaneFSM
-from jedbatch._schedule.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import Arguments, StackedInstances, TypesOfLeaves
 from jedbatch._session.copies import find_batches, plan_copies
@@ -169,17 +168,13 @@ class Batched(Generic[*Given, Result]):
     def lane_policy(self) -> LanePolicy:
         """The policy for lanes: which block of nested loops runs next on the device.
 
-        Assigned, it holds for calls and plans made from then on. A `LaneFSM` in place of another
-        one compiles nothing, all else does.
+        Assigned, it holds for calls and plans made from then on, whose programs are compiled anew.
         """
         return self._lane_policy
 
     @lane_policy.setter
     def lane_policy(self, policy: LanePolicy) -> None:
-        with self._planning:
-            self._lane_policy = checked_lane_policy(policy)
-            for session in self._sessions.values() if isinstance(policy, LaneFSM) else ():
-                session.programs.outside.use_lane_policy(policy)
+        self._lane_policy = checked_lane_policy(policy)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Returns what copies and pickles are made of; they have empty caches, and learn anew."""
@@ -479,9 +474,8 @@ class Batched(Generic[*Given, Result]):
         leaves, structure = self._arguments.leaves(shared)
         types, found = self._types_of_leaves.of(leaves)
         target = self._options.target or (found if devices is None else devices.target)
-        lanes = self._lane_policy  # of machines all have one key: tables are read from outside
-        of_lanes = isinstance(lanes, LaneFSM) or Same(lanes)
-        key = tree_key(structure), types, target, configuration(), of_lanes
+        lanes = self._lane_policy
+        key = tree_key(structure), types, target, configuration(), Same(lanes)
         session = self._sessions.use(key)
         if session is None or session.is_full:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]

@@ -218,8 +218,7 @@ class Planner:
         form = OutputSpec(tuple(map(jax.tree.structure, trees)), places, batch)
         static = programs.static(signature, reverse, form, self._gradient, ())
         assert prepared.inputs is not None
-        lane_table = programs.outside.lane_table
-        return Plan(static, *prepared.tables, prepared.inputs, lane_table=lane_table)
+        return Plan(static, *prepared.tables, prepared.inputs)
 
     def _programs(self) -> ProgramForms:
         """Returns the programs in use by now."""

@@ -435,7 +435,7 @@ def _exported_variant(
 ) -> tuple[Variant, list[Any]]:
     """Returns the programs of a signature, and the arrays that they close over."""
     programs = sample.session.programs
-    shared_ids = [kernel.shared for kernel in signature.kernels]
+    shared_ids = [kernel.node_type.shared for kernel in signature.kernels]
     compute, closed_over = sample.session.registry.prologue(shared_ids)
 
     def prepare(shared: Sequence[Any]) -> list[list[Any]]:

@@ -70,7 +70,6 @@ def without_lock_step(
     mode: ControlFlowName,
     branches: BranchesName = "forward",
     rule: LaneRule | None = None,
-    table: Var | None = None,
     repeats: Var | None = None,
 ) -> Any:
     """Returns a program whose loops and branches do not wait for other lanes under `vmap`.
@@ -82,8 +81,6 @@ def without_lock_step(
       branches: the mode in which those can be differentiated: "forward", "reverse", or "both",
         which has them in lock step.
       rule: how lanes run, and what it costs; None for the default.
-      table: a variable that has the table of a policy where the program is run; loops in loops that
-        are in no other program read it.
       repeats: a variable that has whether a lane has the operands of the last one, where the
         program is run; of these lanes loops that are in no other program run one.
     """
@@ -92,7 +89,7 @@ def without_lock_step(
     program = with_equal_trips(program)
     rule = rule or LaneRule()
     jaxpr = without_consts(program)
-    return with_equations(program, _with_nests(jaxpr, mode, branches, rule, table, repeats))
+    return with_equations(program, _with_nests(jaxpr, mode, branches, rule, repeats))
 
 
 def _without_lock_step(
@@ -166,7 +163,6 @@ def _with_nests(
     mode: ControlFlowName,
     branches: BranchesName,
     rule: LaneRule,
-    table: Var | None,
     repeats: Var | None,
 ) -> Sequence[Equation]:
     """Returns the equations without lock step, one in place of those that program counters run.
@@ -189,7 +185,7 @@ def _with_nests(
     for first, last in ranges:
         read = {v for eqn in eqns[last:] for v in reads(eqn)}
         read.update(v for v in jaxpr.outvars if isinstance(v, Var))
-        nest = _nest(jaxpr, eqns[first:last], read, mode, branches, rule, table, repeats)
+        nest = _nest(jaxpr, eqns[first:last], read, mode, branches, rule, repeats)
         found += [*_without_lock_step(eqns[end:first], mode, branches, rule, repeats), nest]
         end = last
     return [*found, *_without_lock_step(eqns[end:], mode, branches, rule, repeats)]
@@ -202,7 +198,6 @@ def _nest(
     mode: ControlFlowName,
     how: BranchesName,
     lanes: LaneRule,
-    table: Var | None,
     repeats: Var | None,
 ) -> Any:
     """Returns one equation for some; `read` is what others read, the rest of `_with_nests`."""
@@ -215,17 +210,14 @@ def _nest(
     )
     waiting = with_equations(closed, _without_lock_step(closed.jaxpr.eqns, mode, how, lanes))
     can_reverse = how == "both" and eqns[0].primitive.name != "while"
-    given = [*operands, *_present(table), *_present(repeats)]
+    given = [*operands, *_present(repeats)]
 
     def rule(size: int, in_batched: Sequence[bool], *found: Array) -> Any:
-        args, last = found[: len(operands)], list(found[len(operands) :])
-        in_batched, has_rows = in_batched[: len(args)], in_batched[len(args) :]
-        like_last = None if repeats is None else last.pop()
+        args, in_batched = found[: len(operands)], in_batched[: len(operands)]
+        like_last = None if repeats is None else found[-1]
         if not any(in_batched):  # but what repeats
             outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
             return outs, [False] * len(outs)
-        # All lanes have one table.
-        tables = [x[0] if batched else x for x, batched in zip(last, has_rows, strict=False)]
         axes = [0 if batched else None for batched in in_batched]
 
         def otherwise(*args: Array) -> list[Array]:
@@ -239,9 +231,7 @@ def _nest(
             outs = otherwise(*args)
         else:
             in_lock_step = otherwise if can_reverse else None
-            outs = run_lanes(
-                closed, args, in_batched, size, in_lock_step, lanes, like_last, *tables
-            )
+            outs = run_lanes(closed, args, in_batched, size, in_lock_step, lanes, like_last)
         return outs, [True] * len(outs)
 
     @jax.custom_batching.custom_vmap

@@ -3,8 +3,7 @@
 A step of a loop, a block of a branch or a step of the machine of program counters runs some lanes
 at a time, some of which may be empty or done. While a program is made for counting, it tells the
 host after each run how many steps there were, how many lanes they ran, and how many of these did
-something that a lane needs. The last is the certified least: nobody can run fewer lanes. It may
-also tell where each lane went, which is what a policy for lanes is learned from.
+something that a lane needs. The last is the certified least: nobody can run fewer lanes.
 
 Which form a loop or a branch takes is known while its program is made, and noted then.
 """
@@ -19,8 +18,6 @@ from typing import Literal
 import jax
 import numpy as np
 
-from jedbatch._schedule.lane_policies import LaneBlocks
-from jedbatch._schedule.lane_runs import LaneRun
 from jedbatch._support.types import Array
 
 What = Literal["loop", "branch", "block"]
@@ -110,41 +107,16 @@ class LaneCounter:
 
     Attributes:
       cell: whose program is being made.
-      records: whether the ways of lanes are recorded, too.
       found: (steps, lanes, needed) by all else that a count has.
-      runs: the ways of lanes, of each time that a program of blocks ran.
     """
 
     cell: str = ""
-    records: bool = False
     found: dict[tuple[str, What, int, int, int], np.ndarray] = field(default_factory=dict)
-    runs: list[LaneRun] = field(default_factory=list)
-    _visits: list[tuple[int, int, np.ndarray, np.ndarray]] = field(default_factory=list)
 
     def add(self, keys: Sequence[tuple[str, What, int, int, int]], counts: Array) -> None:
         """Adds counts [len(keys), 3]."""
         for key, row in zip(keys, np.asarray(counts, np.int64), strict=True):
             self.found[key] = self.found.get(key, 0) + row
-
-    def visit(self, block: int, clock: Array, lanes: Array, trips: Array) -> None:
-        """Notes how often lanes ran a block in a step; places without a lane did so 0 times."""
-        self._visits.append((int(clock), block, np.asarray(lanes), np.asarray(trips)))
-
-    def end_run(self, blocks: LaneBlocks, needed: Array) -> None:
-        """Makes a run of the visits since the last one; so many trips were needed in all."""
-        visits, self._visits = sorted(self._visits, key=lambda visit: visit[0]), []
-        ways: list[list[tuple[int, int]]] = [[] for _ in range(blocks.size)]
-        for _, block, lanes, trips in visits:
-            for lane, times in zip(lanes.tolist(), trips.tolist(), strict=True):
-                if not times:
-                    continue
-                if ways[lane] and ways[lane][-1][0] == block:
-                    times += ways[lane].pop()[1]
-                ways[lane].append((block, times))
-        run = LaneRun.of(blocks, ways)
-        run.check()
-        assert run.needed == int(needed), "visits of lanes were lost"
-        self.runs.append(run)
 
     def begin(self) -> None:
         """Forgets what was counted, once all that runs has ended."""
@@ -165,9 +137,9 @@ _forms: contextvars.ContextVar[LaneForms | None] = contextvars.ContextVar("forms
 
 
 @contextlib.contextmanager
-def counting(records: bool = False) -> Iterator[LaneCounter]:
-    """Makes programs that are traced meanwhile count, and record the ways of lanes if told to."""
-    counter = LaneCounter(records=records)
+def counting() -> Iterator[LaneCounter]:
+    """Makes programs that are traced meanwhile count."""
+    counter = LaneCounter()
     token = _counter.set(counter)
     try:
         yield counter
@@ -178,12 +150,6 @@ def counting(records: bool = False) -> Iterator[LaneCounter]:
 def is_counting() -> bool:
     """Returns whether programs are to count."""
     return _counter.get() is not None
-
-
-def is_recording() -> bool:
-    """Returns whether programs are to tell where each lane goes."""
-    counter = _counter.get()
-    return counter is not None and counter.records
 
 
 @contextlib.contextmanager
@@ -234,29 +200,3 @@ def tell(what: What, parts: Sequence[tuple[int, int, int]], counts: Array) -> No
     if counter is not None:
         keys = [(counter.cell, what, number, work, width) for number, work, width in parts]
         jax.debug.callback(functools.partial(counter.add, keys), counts)
-
-
-def tell_visits(block: int, clock: Array, lanes: Array, trips: Array) -> None:
-    """Has a step tell how often each of its lanes ran a block, if programs record.
-
-    Args:
-      block: its number among those that lanes wait at.
-      clock: the number of the step, counted from the start of the run.
-      lanes: int[W], lanes.
-      trips: int[W], how often each ran it; 0 for places without a lane.
-    """
-    counter = _counter.get()
-    if counter is not None and counter.records:
-        jax.debug.callback(functools.partial(counter.visit, block), clock, lanes, trips)
-
-
-def tell_end(blocks: LaneBlocks, counts: Array) -> None:
-    """Has a program tell that all lanes have come to the end, if programs record.
-
-    Args:
-      blocks: the program.
-      counts: int[steps, 3], as in `tell`.
-    """
-    counter = _counter.get()
-    if counter is not None and counter.records:
-        jax.debug.callback(functools.partial(counter.end_run, blocks), counts[:, 2].sum())

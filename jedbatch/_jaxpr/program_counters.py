@@ -9,7 +9,7 @@ queue of the block it comes to. Nobody waits for a lane that is not at the same 
 
 **Which block.** A step of W lanes takes the time S + W c, where c is the work of the block and S
 what a step costs by itself. A policy says which step is next; by default the one that loses least
-(see `_schedule.lane_policies`).
+(see `_jaxpr.lane_policies`).
 
 **Short bodies.** The body of an innermost loop is a block that comes after itself. It runs again
 for the same lanes until places of lanes that have left would have done the work of a step: what
@@ -28,7 +28,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -41,17 +41,16 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.basic_blocks import cut
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.lane_loops import Repeats
-from jedbatch._jaxpr.lane_steps import is_counting, is_recording, tell, tell_end, tell_visits
-from jedbatch._jaxpr.registers import BasicBlock, BlockProgram, Slot, same
-from jedbatch._jaxpr.storage import from_stored, stored, to_stored
-from jedbatch._schedule.lane_fsm import TABLE_SIZE, look_up
-from jedbatch._schedule.lane_policies import (
+from jedbatch._jaxpr.lane_policies import (
     LaneBlocks,
     LaneFrontier,
     LanePolicy,
     least_loss,
     next_step,
 )
+from jedbatch._jaxpr.lane_steps import is_counting, tell
+from jedbatch._jaxpr.registers import BasicBlock, BlockProgram, Slot
+from jedbatch._jaxpr.storage import from_stored, stored, to_stored
 from jedbatch._support.types import Array
 
 BRANCH_LANES = 32  # of a branch that run together
@@ -71,7 +70,7 @@ class LaneRule:
     """How lanes run.
 
     Attributes:
-      policy: which step is next; `by_table` for that of a table, which is an operand.
+      policy: which step is next.
       step_work: floating-point operations done while a step is started.
       branch_lanes: how many lanes of a branch run together.
       nest_work: of all lanes in the block with most work, in starts of steps, from which on loops
@@ -107,15 +106,8 @@ class _LaneState(NamedTuple):
     head: Array  # [B], the place of the first
     count: Array  # [B], how many wait
     tally: Array | None  # int32[steps, 3]: how often each ran, its lanes, those needed; or None
-    clock: Array | None  # steps so far, where they are recorded
     at: Array | None  # [N], the block that each lane is at; None where all run to the end
     choice: Array  # the number of the next step; that of all steps where no lane is left
-
-
-def table_variable() -> Any:
-    """Returns a variable for the table of a policy (see `_schedule.lane_fsm`)."""
-    table = jax.ShapeDtypeStruct((TABLE_SIZE,), jnp.int32)
-    return jax.make_jaxpr(same)(table).jaxpr.invars[0]
 
 
 def run_lanes(
@@ -126,7 +118,6 @@ def run_lanes(
     in_lock_step: Callable | None = None,
     rule: LaneRule | None = None,
     like_last: Array | None = None,
-    table: Array | None = None,
 ) -> list[Array]:
     """Runs a program for lanes with program counters.
 
@@ -139,7 +130,6 @@ def run_lanes(
       rule: how they run; None for the default.
       like_last: bool[N], which of them have the arguments of the last one; of these one runs.
         None if none but the last.
-      table: of a policy (see `_schedule.lane_fsm`), which is followed in place of the rule's.
 
     Returns:
       The results [N, ...] of lanes.
@@ -147,13 +137,12 @@ def run_lanes(
     lanes = rule or LaneRule()
 
     @jax.custom_jvp
-    def run(args: Sequence[Array], like_last: Array | None, table: Array | None) -> list[Array]:
-        policy = lanes.policy if table is None else functools.partial(look_up, table)
-        repeats, now = Repeats(like_last), replace(lanes, policy=policy)
-        return repeats.filled(_run(program, args, in_batched, repeats.run(size), now))
+    def run(args: Sequence[Array], like_last: Array | None) -> list[Array]:
+        repeats = Repeats(like_last)
+        return repeats.filled(_run(program, args, in_batched, repeats.run(size), lanes))
 
     def push(read: tuple, moves: tuple) -> tuple[list, list]:
-        (primals, *given), (tangents, *_) = read, moves
+        (primals, like_last), (tangents, _) = read, moves
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         moved = [*primals, *(tangents[i] for i in moving)]
         if in_lock_step is not None:
@@ -166,7 +155,7 @@ def run_lanes(
             ]
             fn = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
             pushed = jax.make_jaxpr(lambda *xs: _with_tangents(fn, moving, xs))(*kinds)
-            every = run_lanes(pushed, moved, flags, size, None, lanes, *given)
+            every = run_lanes(pushed, moved, flags, size, None, lanes, like_last)
         outs = every[: len(program.jaxpr.outvars)]
         found = iter(every[len(outs) :])
         return outs, [
@@ -175,7 +164,7 @@ def run_lanes(
         ]
 
     run.defjvp(push, symbolic_zeros=True)
-    return run(tuple(args), like_last, table)
+    return run(tuple(args), like_last)
 
 
 def _with_tangents(fn: Callable, moving: Sequence[int], operands: Sequence[Array]) -> list[Array]:
@@ -233,21 +222,12 @@ def widths(block: BasicBlock, size: int, step_work: float = STEP_WORK) -> list[i
     return sorted(w for w in found if w >= min(NARROWEST, best))
 
 
-def lane_blocks(
-    program: BlockProgram, size: int, step_work: float = STEP_WORK, nests: bool = True
-) -> LaneBlocks:
-    """Returns the blocks at which lanes wait, all but the first and the last, and their steps.
-
-    Unless it `nests`, no block is run several times in one step.
-    """
+def lane_blocks(program: BlockProgram, size: int, step_work: float = STEP_WORK) -> LaneBlocks:
+    """Returns the blocks at which lanes wait, all but the first and the last, and their steps."""
     between = program.blocks[1:-1]
     steps = [(i, w) for i, block in enumerate(between) for w in widths(block, size, step_work)]
-    parts = [f"{b.work} to {' '.join(str(t - 1) for t in b.targets)}" for b in between]
     return LaneBlocks(
-        label="; ".join(parts),
-        size=size,
         work=tuple(float(block.work) for block in between),
-        repeats=tuple(nests and block.repeats for block in between),
         block=tuple(block for block, _ in steps),
         width=tuple(width for _, width in steps),
         start=float(step_work),
@@ -323,7 +303,7 @@ def until_last(
     """
     size = len(after)
     between = program.blocks[1:-1]
-    blocks = lane_blocks(program, size, rule.step_work, rule.nests)
+    blocks = lane_blocks(program, size, rule.step_work)
     steps = list(zip(blocks.block, blocks.width, strict=True))
     end = len(program.blocks) - 1
     choose = _chooser(blocks, rule.policy, leave, end)
@@ -333,10 +313,9 @@ def until_last(
     queue, count = arrived.put(jnp.arange(size, dtype=jnp.int32), queue, none, none)
     read = [x for x in registers if any(touches(block, x) for block in between)]
     tally = jnp.zeros((len(steps), 3), jnp.int32) if is_counting() else None
-    clock = jnp.int32(0) if is_recording() and leave is None else None
     at = None if leave is None else jnp.where(exists, after, end)
     state = _LaneState(
-        {x: registers[x] for x in read}, queue, none, count, tally, clock, at, choose(count, at)
+        {x: registers[x] for x in read}, queue, none, count, tally, at, choose(count, at)
     )
     bodies = [
         functools.partial(_step, between[b], width, choose, size, rule, number)
@@ -374,8 +353,6 @@ def until_last(
     if state.tally is not None:
         parts = [(between[b].number, between[b].work, width) for b, width in steps]
         tell("block", parts, state.tally)
-        if state.clock is not None:
-            tell_end(blocks, state.tally)
     return registers | state.registers, jnp.full(size, end) if state.at is None else state.at
 
 
@@ -395,7 +372,7 @@ def _chooser(
             is_left = (count.sum() > leave.few) | (leave.must_end & (at != end)).any()
         if every == 1:
             return jnp.where(is_left, 0, 1).astype(jnp.int32)
-        step = next_step(policy, LaneFrontier(blocks, count, jnp))
+        step = next_step(policy, LaneFrontier(blocks, count))
         return jnp.where(is_left, step, every).astype(jnp.int32)
 
     return choose
@@ -425,11 +402,11 @@ def _step(
         values[access.row] = from_stored(row, kind_of(access.row))
     if block.repeats and rule.nests:
         full = jnp.minimum(width, state.count.sum())
-        outs, after, ran, trips = _repeated(block, values, exists, full, rule.step_work)
+        outs, after, ran = _repeated(block, values, exists, full, rule.step_work)
         writes: list[tuple[Array, Array]] = []
     else:
         outs, after, writes = _over_lanes(block, values, width)
-        ran, trips = _counts(1, width, taken), exists.astype(jnp.int32)
+        ran = _counts(1, width, taken)
     registers = dict(state.registers)
     for slot, kept in _as_stored(block, outs).items():
         registers[slot] = registers[slot].at[written].set(kept, mode="drop", unique_indices=True)
@@ -441,11 +418,8 @@ def _step(
     arrived = _Arrived(after - 1, exists, len(state.count))
     queue, count = arrived.put(lanes, state.queue, head, count)
     tally = None if state.tally is None else state.tally.at[number].add(ran)
-    clock = None if state.clock is None else state.clock + 1
     at = None if state.at is None else state.at.at[written].set(after, mode="drop")
-    if state.clock is not None:
-        tell_visits(here, state.clock, lanes, trips)
-    return _LaneState(registers, queue, head, count, tally, clock, at, choose(count, at))
+    return _LaneState(registers, queue, head, count, tally, at, choose(count, at))
 
 
 def _counts(trips: Any, width: int, needed: Array) -> Array:
@@ -459,7 +433,7 @@ def _repeated(
     exists: Array,
     full: Array,
     step_work: float,
-) -> tuple[list[Array], Array, Array | None, Array | None]:
+) -> tuple[list[Array], Array, Array | None]:
     """Runs a block for some lanes until many of them have left it.
 
     Args:
@@ -470,8 +444,8 @@ def _repeated(
       step_work: floating-point operations done while a step is started.
 
     Returns:
-      (values of its outputs, the number of the block each lane comes to, a row of a tally, the
-      trips of each lane); None in place of the last two if nobody counts or records them.
+      (values of its outputs, the number of the block each lane comes to, a row of a tally, or None
+      if nobody counts).
     """
     width = len(exists)
     fixed = {x: y for x, y in values.items() if x not in block.outputs}
@@ -482,11 +456,9 @@ def _repeated(
     ]
 
     def trip(state: Any) -> Any:
-        now, after, active, wasted, ran, trips, _ = state
+        now, after, active, wasted, ran, _ = state
         if ran is not None:
             ran = ran + _counts(1, width, active.sum(dtype=jnp.int32))
-        if trips is not None:
-            trips = trips + active
         carried = dict(zip(block.outputs, now, strict=True))
         given = fixed | {x: y for x, y in carried.items() if x in values}
         outs, found, _ = _over_lanes(block, given, width)
@@ -496,14 +468,13 @@ def _repeated(
         left = active.sum(dtype=jnp.int32)
         wasted = wasted + (full - left).astype(jnp.float32)
         goes_on = (left > 0) & (wasted * block.work < step_work)
-        return now, after, active, wasted, ran, trips, goes_on
+        return now, after, active, wasted, ran, goes_on
 
     after = jnp.full(width, block.number, jnp.int32)
     ran = jnp.zeros(3, jnp.int32) if is_counting() else None
-    trips = jnp.zeros(width, jnp.int32) if is_recording() else None
-    state = start, after, exists, jnp.float32(0), ran, trips, jnp.bool_(True)
-    outs, after, _, _, ran, trips, _ = lax.while_loop(lambda state: state[-1], trip, state)
-    return outs, after, ran, trips
+    state = start, after, exists, jnp.float32(0), ran, jnp.bool_(True)
+    outs, after, _, _, ran, _ = lax.while_loop(lambda state: state[-1], trip, state)
+    return outs, after, ran
 
 
 class _Arrived:

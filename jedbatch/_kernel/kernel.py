@@ -31,7 +31,6 @@ from jax.core import Tracer
 from jax.extend.core import Jaxpr, Var
 
 from jedbatch._graph.types import NodeType, operation_of
-from jedbatch._jaxpr.basic_blocks import is_nest
 from jedbatch._jaxpr.bounded import bounded
 from jedbatch._jaxpr.branch_residuals import saving_little
 from jedbatch._jaxpr.configuration import without_mesh
@@ -50,7 +49,7 @@ from jedbatch._jaxpr.interpret import (
 )
 from jedbatch._jaxpr.lane_loops import flag_variable
 from jedbatch._jaxpr.lane_steps import LaneCounter, LaneForms, program_of
-from jedbatch._jaxpr.program_counters import LaneRule, table_variable
+from jedbatch._jaxpr.program_counters import LaneRule
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.storage import Kind, distinct_kinds, from_stored, row_bytes, stored, to_stored
 from jedbatch._jaxpr.versions import Atom, Equation
@@ -123,7 +122,6 @@ class Kernel:
         control_flow: ControlFlowName = "auto",
         max_steps: int | None = None,
         lanes: LaneRule | None = None,
-        lane_table: int | None = None,
         counter: LaneCounter | None = None,
     ):
         """Makes the program of a type.
@@ -141,7 +139,6 @@ class Kernel:
         self.lanes = lanes or lane_rule(target)
         self.forms = LaneForms()
         self.counter = counter
-        self._lane_table = lane_table
         self._bodies: dict[tuple[BranchesName, bool], Sequence[Equation]] = {}
         self._like_last = flag_variable()  # see `forward_bounded`
         self.operands = node_type.operands
@@ -184,11 +181,7 @@ class Kernel:
         read += [v for v in self._outvars if isinstance(v, Var)]
         read = [v for v in [*read, *sources] if v in before_lanes and v not in table_vars]
         computed = list(dict.fromkeys(read))
-        by_lanes = control_flow != "lockstep" and any(map(is_nest, self.body))
-        tables = () if lane_table is None or not by_lanes else (lane_table,)
-        self._lane_vars = [table_variable() for _ in tables]
-        self.shared = (*node_type.shared, *tables)
-        self.const_vars = [*computed, *table_vars, *self._lane_vars]
+        self.const_vars = [*computed, *table_vars]
         self.num_consts = len(self.const_vars)
         ends = itertools.accumulate([len(computed), *(len(table.kinds) for table in made)])
         self.tables = tuple(
@@ -218,14 +211,10 @@ class Kernel:
         self.loose = tuple(not self.cares_for_values and differentiable(t) for t in self.operands)
 
     def prologue(self, shared: Sequence[jax.Array]) -> list[Array]:
-        """The consts, from the shared values it reads (`shared`); once per program."""
-        shared, lane_tables = (
-            shared[: len(self.node_type.shared)],
-            shared[len(self.node_type.shared) :],
-        )
+        """The consts, from the shared values that its type reads; once per program."""
         consts = jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
         tables = (table.compute(consts[source]) for table, source, _ in self.tables)
-        return [*consts, *itertools.chain(*tables), *lane_tables]
+        return [*consts, *itertools.chain(*tables)]
 
     def arguments(self, operands: Sequence[Array]) -> list[Array]:
         """The operands, with arrays in place of lists of them."""
@@ -288,10 +277,9 @@ class Kernel:
         """The body, for `vmap` without lock step; it reads which lanes are alike if some may be."""
         if (branches, repeats) not in self._bodies:
             program = self.jaxpr.replace(eqns=self.body, outvars=self._outvars)
-            (table,) = self._lane_vars or [None]
             like_last = self._like_last if repeats else None
             program = self._laid_out(program, self.const_vars)
-            given = program, self.control_flow, branches, self.lanes, table, like_last
+            given = program, self.control_flow, branches, self.lanes, like_last
             self._bodies[branches, repeats] = without_lock_step(*given).eqns
         return self._bodies[branches, repeats]
 
@@ -423,7 +411,6 @@ class Kernel:
                 control_flow=self.control_flow,
                 max_steps=self.max_steps,
                 lanes=self.lanes,
-                lane_table=self._lane_table,
                 counter=self.counter,
             )
         made.forms = self.forms

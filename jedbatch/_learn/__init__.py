@@ -5,6 +5,5 @@ Read in this order:
 1. `q_learning`: Q-learning on frontiers, in `jax.numpy`.
 2. `candidates`: Learning a policy from graphs: teachers, imitation, Q-learning, and a comparison
    of them.
-3. `lane_learning`: Learning a policy for lanes from recorded runs: Q-learning on a simulator.
-4. `adaptive`: The policy of a batched function that was given none.
+3. `adaptive`: The policy of a batched function that was given none.
 """

@@ -177,7 +177,6 @@ class Plan:
     inputs: dict[str, Array]
     ragged: tuple[Any, ...] = ()  # the tables of what runs before
     routes: tuple[Route, ...] = ()  # of shards: one for all arenas, or one for each
-    lane_table: Array | None = None  # of a policy for lanes, if it has one
     host: Host | None = None
     shards: tuple[Plan, ...] = ()
 
@@ -189,12 +188,10 @@ class Plan:
         """For JAX: (leaves, static part).
 
         Returns:
-          ((tables, inputs, tables of ragged calls, routes of shards, table of a policy for lanes),
-          `Static`).
+          ((tables, inputs, tables of ragged calls, routes of shards), `Static`).
         """
         tables = self.table, self.reverse_table
-        children = *tables, self.inputs, self.ragged, self.routes, self.lane_table
-        return children, self.static
+        return (*tables, self.inputs, self.ragged, self.routes), self.static
 
     @classmethod
     def tree_unflatten(cls, static: Any, children: Any) -> Plan:

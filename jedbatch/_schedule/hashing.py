@@ -1,4 +1,4 @@
-"""Hashes of encodings: what is said about each type, or about each block, as one number.
+"""Hashes of encodings: what is said about each type, as one number.
 
 A table of all encodings there might be would have a row for each combination. Tables are hashed
 instead: encodings need no enumeration, so any number of types will do.

@@ -433,7 +433,6 @@ def plan_copies(
         table,
         None,
         inputs,
-        lane_table=programs.outside.lane_table,
         host=Host(
             made,
             {**seconds, **times},

@@ -52,7 +52,7 @@ class MappedProgram:
         self._graph = Graph.select([(record.whole, record.index)])
         self._programs = programs
         self._types = self._graph.present_types
-        shared = [programs.kernel(t).shared for t in self._types]
+        shared = [programs.kernel(t).node_type.shared for t in self._types]
         self._compute, self._closed_over = programs.registry.prologue(shared)
         self._jitted = announced(jax.jit(functools.partial(self._run, branches="forward")))
         self._differentiable = announced(jax.jit(functools.partial(self._run, branches="both")))

@@ -362,7 +362,6 @@ def with_inputs(
         reverse_table,
         inputs,
         (ragged_calls.tables, ragged_calls.targets) if ragged_calls else (),
-        lane_table=programs.outside.lane_table,
         host=Host(
             lowered,
             seconds,
@@ -467,9 +466,7 @@ def run_plan(
             inputs, packed = programs.run_regions(
                 static.stages, leaves, tracers, *handed_over((plan.ragged, dict(inputs)))
             )
-    shared = programs.shared_values(
-        programs.program(signature)[1], leaves, tracers, plan.lane_table
-    )
+    shared = programs.shared_values(programs.program(signature)[1], leaves, tracers)
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     arguments = shared, *handed_over((rows, plan.table))
     if not any_traced(jax.tree.leaves(arguments)):

@@ -307,7 +307,7 @@ class ImportedPrograms(ProgramCache):
             (),
             programs.control_flow,
             programs.max_steps,
-            programs.outside.lane_policy,
+            programs.lanes.policy,
         )
         self._exported: ProgramForms | None = None
         self._own: dict[bytes, Kernel | None] = {}  # None for one that two have

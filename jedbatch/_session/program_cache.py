@@ -1,6 +1,7 @@
 """`ProgramCache`: the kernels and programs that are kept between minibatches."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 import math
@@ -13,10 +14,11 @@ from jax.core import Tracer
 
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.configuration import any_traced, finds_faults, without_mesh
+from jedbatch._jaxpr.lane_policies import LanePolicy, least_loss
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._kernel.kernel import Kernel
-from jedbatch._kernel.target import Target
+from jedbatch._kernel.target import Target, lane_rule
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.capacity import MAX_OVERSIZE, find_or_grow
@@ -54,14 +56,13 @@ from jedbatch._ragged.row_capacities import calls_fit, make_row_capacity
 from jedbatch._ragged.shared_values import run_gated
 from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
-from jedbatch._schedule.lane_policies import LanePolicy, least_loss
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.outside_values import OutsideValues
 from jedbatch._session.tiered import EXECUTORS, Executor
 from jedbatch._session.types_in_use import TypesInUse
 from jedbatch._support.announce import announce, announced
 from jedbatch._support.caches import Memory
-from jedbatch._support.types import Array, ControlFlowName, Leaf, PyTree
+from jedbatch._support.types import ControlFlowName, Leaf, PyTree
 
 MAX_ROUNDS = 512  # layouts of rounds that are kept
 ROUND_BYTES = 1 << 15  # of one, about, besides its nodes
@@ -103,13 +104,10 @@ class ProgramCache:
         counter: LaneCounter | None = None,
     ):
         self.registry, self.control_flow, self.max_steps = registry, control_flow, max_steps
-        self.outside = outside = OutsideValues(registry, environment, lane_policy)
+        self.outside = OutsideValues(registry, environment)
+        self.lanes = dataclasses.replace(lane_rule(target), policy=lane_policy)
         loops = {"control_flow": control_flow, "max_steps": max_steps, "counter": counter}
-        self._loops: Any = {
-            **loops,
-            "lanes": outside.lane_rule(target),
-            "lane_table": outside.lane_table_id,
-        }
+        self._loops: Any = {**loops, "lanes": self.lanes}
         self.target, self._executor = target, executor
         self.environment, self.key = environment, key
         budget = registry.budget
@@ -503,7 +501,7 @@ class ProgramCache:
         """(consts of every kernel from the shared values, ids of the closed-over ones needed)."""
         program = self._programs.get(signature)
         if program is None:
-            shared_ids = [kernel.shared for kernel in signature.kernels]
+            shared_ids = [kernel.node_type.shared for kernel in signature.kernels]
             compute, closed_over = self.registry.prologue(shared_ids)
 
             def prepare(shared: Sequence[Any]) -> list[list[Any]]:
@@ -574,10 +572,9 @@ class ProgramCache:
         closed_over: Sequence[int],
         leaves: Sequence[Leaf],
         tracers: Any,
-        lane_table: Array | None = None,
     ) -> list[Any]:
         """Returns leaves of shared arguments, and closed-over values; see `OutsideValues.read`."""
-        return self.outside.read(closed_over, leaves, tracers, lane_table)
+        return self.outside.read(closed_over, leaves, tracers)
 
     def reads_tracers(self, signature: Signature) -> bool:
         """Returns whether a program reads values of an outer transformation, which are reached."""

@@ -7,9 +7,7 @@ whose length values decide on. Where each instance has a structure of its own, a
 loop computes is read by nodes of other types, and minibatches run one after the other.
 """
 
-import functools
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -35,7 +33,6 @@ from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._jaxpr.trip_counts import with_equal_trips
 from jedbatch._program.host_arrays import assemble
 from jedbatch._program.plan import input_name
-from jedbatch._schedule.lane_fsm import look_up
 from jedbatch._session.indices import may_be_absent
 from jedbatch._session.program_cache import ProgramCache
 from jedbatch._support.announce import announce, announced
@@ -69,7 +66,7 @@ class RefilledProgram:
         if self._may_pay():
             kernels = [programs.kernel(t).plain for t in self._types]
             self._compute, self._closed_over = programs.registry.prologue(
-                [kernel.shared for kernel in kernels]
+                [kernel.node_type.shared for kernel in kernels]
             )
             self._kernels = dict(zip(self._types, kernels, strict=True))
             self.shape = self._shape()
@@ -158,8 +155,7 @@ class RefilledProgram:
           before: lanes that were left.
           told: what the segment is told.
         """
-        table = self._programs.outside.lane_table
-        segment: Segment = self._run(list(shared), *handed_over((table, inputs, before, told)))
+        segment: Segment = self._run(list(shared), *handed_over((inputs, before, told)))
         return segment
 
     def nobody(self, shared: Sequence[Leaf]) -> LeftLanes:
@@ -192,7 +188,6 @@ class RefilledProgram:
     def _segment(
         self,
         shared: Sequence[Array],
-        table: Array | None,
         inputs: dict[str, Array],
         before: LeftLanes,
         told: Coming,
@@ -201,11 +196,8 @@ class RefilledProgram:
         announce(f"compiling a program for streams in minibatches of {self.size}")
         rows = {kind: inputs[input_name(kind)] for kind in self._counts}
         program, args, in_batched = self._of_one(self._consts(shared), rows)
-        rule = self._programs.outside.lane_rule(self._programs.target)
-        if table is not None:
-            rule = replace(rule, policy=functools.partial(look_up, table))
         with program_of(NAME):
-            return run_segment(program, args, in_batched, before, told, rule)
+            return run_segment(program, args, in_batched, before, told, self._programs.lanes)
 
     def _of_one(self, consts: Any, rows: dict[Kind, Array]) -> tuple[Any, list[Array], list[bool]]:
         """Returns (the program of one lane, its arguments, which of them differ by lane)."""

@@ -12,13 +12,13 @@ from jax.tree_util import PyTreeDef
 from jedbatch._graph.record import Record
 from jedbatch._graph.structures import Structure, Structures
 from jedbatch._graph.types import NodeType
+from jedbatch._jaxpr.lane_policies import LanePolicy, least_loss
 from jedbatch._jaxpr.lane_steps import LaneForms
 from jedbatch._jaxpr.zeros import Sources
 from jedbatch._kernel.target import Target
 from jedbatch._record.environment import Environment
 from jedbatch._record.granularity.projections import Projections
 from jedbatch._record.registry import Registry
-from jedbatch._schedule.lane_policies import LanePolicy, least_loss
 from jedbatch._session.arguments import StackedInstances
 from jedbatch._session.degenerate import (
     is_run,

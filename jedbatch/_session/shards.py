@@ -521,12 +521,11 @@ def together(shards: Sequence[Plan], found: ArrangedShards, devices: DeviceAxis)
     inputs = {name: stacked_shards([x.inputs[name] for x in shards]) for name in first.inputs}
     table = stacked_shards([x.table for x in shards])
     table, reverse_table, inputs = put_cut(devices, (table, reverse_table, inputs))
-    lane_table = put_everywhere(devices, first.lane_table)
     routes = tuple(
         Route(put_everywhere(devices, route.order), put_cut(devices, route.rows))
         for route in found.routes
     )
-    return Plan(static, table, reverse_table, inputs, (), routes, lane_table, shards=tuple(shards))
+    return Plan(static, table, reverse_table, inputs, (), routes, shards=tuple(shards))
 
 
 def run_on_devices(
@@ -545,7 +544,7 @@ def run_on_devices(
     static, programs = plan.static, programs_of(plan)
     signature, devices = static.signature, static.devices
     assert devices is not None
-    shared = programs.shared_values(programs.program(signature)[1], leaves, (), plan.lane_table)
+    shared = programs.shared_values(programs.program(signature)[1], leaves, ())
     shared = gathered(devices, on_all_processes(devices, shared))
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     own_rows, order = _parts(plan)

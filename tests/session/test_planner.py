@@ -24,7 +24,7 @@ from jedbatch._batch.planner import Planner, Prepared
 from jedbatch._batch.processes import Pool, in_processes, received
 from jedbatch._session.portable import identity_of
 from jedbatch.errors import PlannedHereWarning
-from jedbatch.policies import LaneFSM
+from jedbatch.policies import most_lanes
 
 pytestmark = pytest.mark.unoptimized
 
@@ -328,15 +328,13 @@ def test_programs_may_have_types_and_classes_that_the_sample_lacks():
     assert_is_loop(batched, planner.attach(prepared), pairs, planned.of_pair)
 
 
-def test_plans_read_the_policy_for_lanes_that_is_used_here():
-    batched = jedbatch.batch(planned.spin, control_flow="lanes", lane_policy=LaneFSM.of({}))
+def test_plans_of_loops_follow_a_policy_for_lanes():
+    batched = jedbatch.batch(planned.spin, control_flow="lanes", lane_policy=most_lanes)
     numbers = [3, 0, 5, 1, 4]
     planner = batched.planner(PARAMS, numbers, gradient=False)
-    batched.lane_policy = LaneFSM.of({"nothing to 1": {(1, 1): (0, 0)}})
     prepared = copied(planner)(numbers)
     assert prepared.reason is None
     plan = planner.attach(prepared)
-    np.testing.assert_array_equal(plan.lane_table, batched.lane_policy.table)
     theirs = [planned.spin(PARAMS, n) for n in numbers]
     np.testing.assert_allclose(batched.apply(PARAMS, plan), theirs, rtol=1e-5, atol=1e-6)
 

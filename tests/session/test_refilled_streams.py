@@ -483,15 +483,6 @@ def test_weights_on_several_devices(axes, kind):
     assert ("inference" in programs(batched)) == bool(refused)
 
 
-def test_learned_policies_for_lanes_are_followed():
-    given = instances(60, most=6)
-    batched = jedbatch.batch(loop_in_loop, control_flow="lanes")
-    machine = batched.learn(W, given[:40], lanes=True)
-    batched.lane_policy = machine
-    assert_same(list(batched.stream(W, given, batch_size=16)), by_loop(loop_in_loop, given))
-    assert programs(batched)["refilled"] == 1
-
-
 def test_rows_of_arrays_whose_cells_read_small_tables_have_the_same_bound():
     """Functions of a row of a table, which are computed for each row elsewhere, run in the lane."""
 
