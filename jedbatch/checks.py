@@ -224,3 +224,24 @@ def fields(kind: Any) -> Callable[[Callable[Options, Made]], Callable[Options, M
         return checked
 
     return decorate
+
+
+def without(**gone: str) -> Callable[[Callable[Options, Made]], Callable[Options, Made]]:
+    """Makes functions say what to write instead of options that they no longer have.
+
+    Args:
+      **gone: by the name of each option, what to do without it.
+    """
+
+    def decorate(function: Callable[Options, Made]) -> Callable[Options, Made]:
+        @functools.wraps(function)
+        def checked(*args: Options.args, **kwargs: Options.kwargs) -> Made:
+            for name in gone.keys() & kwargs.keys():
+                came = f"{name}={brief(kwargs[name])}"
+                expected = "no such option, which an earlier version had"
+                raise TypeError(wrong(function.__qualname__, came, expected, gone[name]))
+            return function(*args, **kwargs)
+
+        return checked
+
+    return decorate

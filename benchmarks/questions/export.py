@@ -1,17 +1,16 @@
 """How long until the first result of an exported model in a fresh process, and of the model there?
 
-The TreeLSTM of `jedbatch.models.tree`. Three kinds of processes start in turns and end after the
+The TreeLSTM of `jedbatch.models.tree`. Two kinds of processes start in turns and end after the
 first loss of one minibatch (inference), or the first loss and gradient (training):
 
     model      imports the model, makes it, records and plans trees, traces, compiles, runs
     exported   loads the exported model and the graphs of the same trees, plans, compiles, runs
-    compiled   the same, with executables in the file (`compiled=True`), and without `jax.jit`
 
 All read parameters and instances from files, and the results are compared. Times are CPU seconds
 of whole processes, from their start to their end, since others may share the machine. `cached` is
 with JAX's persistent compilation cache, which earlier processes of the same kind have filled.
 `run` is the median CPU time of the same minibatch afterwards, in the exported model, over that of
-the batched function; `compiled run` that of the one with executables.
+the batched function.
 """
 
 import json
@@ -32,7 +31,7 @@ import numpy as np
 import jedbatch
 
 RUNS = 15  # of the same minibatch, once it is compiled
-WAYS = ("model", "exported", "compiled")
+WAYS = ("model", "exported")
 
 
 def numbers_of(params: Any) -> dict[str, Any]:
@@ -74,35 +73,32 @@ def run_model(folder: Path, kind: str) -> Any:
     return lambda: step(params, score.plan(params, trees))
 
 
-def run_exported(folder: Path, kind: str, how: str) -> Any:
+def run_exported(folder: Path, kind: str) -> Any:
     """Of a process without it."""
-    exported = jedbatch.Exported.load(folder / f"{kind}.{how}")
-    assert exported.has_executables == (how == "compiled")
-    assert not exported.executables_refused
+    exported = jedbatch.Exported.load(folder / kind)
     graph = jedbatch.Graph.load(folder / "graphs.npz")
     params = params_from(folder / "params.npz")
     if kind == "inference":
         return lambda: exported(params, graph)[:, 0].sum()
-    step = jax.value_and_grad(lambda p, plan: exported.apply(p, plan)[:, 0].sum())
-    step = step if how == "compiled" else jax.jit(step)
+    step = jax.jit(jax.value_and_grad(lambda p, plan: exported.apply(p, plan)[:, 0].sum()))
     return lambda: step(params, exported.plan(graph, gradient=True))
 
 
 def child(folder: Path, kind: str, how: str) -> None:
-    """Prints the loss of the minibatch, or with `how` "run" the ratios of times of a run."""
+    """Prints the loss of the minibatch, or with `how` "run" the ratio of times of a run."""
     if how != "run":
-        result = run_model(folder, kind) if how == "model" else run_exported(folder, kind, how)
+        result = run_model(folder, kind) if how == "model" else run_exported(folder, kind)
         print(float(jax.tree.leaves(result())[0]))
         return
-    runs = run_model(folder, kind), *(run_exported(folder, kind, x) for x in WAYS[1:])
+    runs = run_model(folder, kind), run_exported(folder, kind)
     times: list[list[float]] = [[] for _ in runs]
     for i in range(RUNS + 2):
         for run, found in zip(runs, times, strict=True):
             begin = time.process_time()
             jax.block_until_ready(run())
             found.extend([time.process_time() - begin] if i > 1 else [])
-    batched, *others = map(statistics.median, times)
-    print(*(x / batched for x in others))
+    batched, exported = map(statistics.median, times)
+    print(exported / batched)
 
 
 def seconds_of(
@@ -144,15 +140,8 @@ def write_files(folder: Path, bank: Any, hidden: int, size: int) -> None:
     sizes = {"num_words": bank.num_words, "hidden": hidden}
     (folder / "sizes.json").write_text(json.dumps(sizes))
     for kind in ("inference", "training"):
-        for how in WAYS[1:]:
-            exported = score.export(
-                params,
-                bank.trees,
-                batch_size=size,
-                gradient=kind == "training",
-                compiled=how == "compiled",
-            )
-            exported.save(folder / f"{kind}.{how}")
+        exported = score.export(params, bank.trees, batch_size=size, gradient=kind == "training")
+        exported.save(folder / kind)
     score.graph(params, trees).save(folder / "graphs.npz")
 
 
@@ -175,16 +164,12 @@ def main() -> None:
         "batch",
         "model s",
         "exported s",
-        "compiled s",
         "ratio",
-        "compiled ratio",
         "model cached s",
         "exported cached s",
         "ratio cached",
         "run",
-        "compiled run",
         "file kB",
-        "compiled kB",
     )
     for hidden, size in common.by(args.hidden, args.batch):
         with tempfile.TemporaryDirectory() as name:
@@ -193,22 +178,18 @@ def main() -> None:
             for kind in ("inference", "training"):
                 cells = []
                 for cache in (None, f"{name}/cache"):
-                    ways = WAYS if cache is None else WAYS[:2]
-                    for how in ways if cache is not None else ():
+                    for how in WAYS if cache is not None else ():
                         seconds_of(folder, kind, how, cache)
-                    times = np.zeros((len(ways), args.repeat))
+                    times = np.zeros((len(WAYS), args.repeat))
                     for i in range(args.repeat):
-                        found = [seconds_of(folder, kind, x, cache) for x in ways]
+                        found = [seconds_of(folder, kind, x, cache) for x in WAYS]
                         times[:, i] = [s for s, _ in found]
-                        for _, (loss,) in found[1:]:
-                            np.testing.assert_allclose(found[0][1][0], loss, rtol=1e-4)
-                    each, numbers = common.Times(times), range(len(ways))
-                    cells += [f"{each.median(k):.1f}" for k in numbers]
-                    cells += [each.ratio(k) for k in numbers[1:]]
-                _, ratios = seconds_of(folder, kind, "run")
-                cells += [f"{ratio:.2f}" for ratio in ratios]
-                for how in WAYS[1:]:
-                    cells.append(f"{os.path.getsize(folder / f'{kind}.{how}') / 1e3:.0f}")
+                        (_, (of_model,)), (_, (of_exported,)) = found
+                        np.testing.assert_allclose(of_model, of_exported, rtol=1e-4)
+                    each = common.Times(times)
+                    cells += [*(f"{each.median(k):.1f}" for k in range(2)), each.ratio(1)]
+                _, (ratio,) = seconds_of(folder, kind, "run")
+                cells += [f"{ratio:.2f}", f"{os.path.getsize(folder / kind) / 1e3:.0f}"]
                 table.row(kind, hidden, size, *cells)
 
 

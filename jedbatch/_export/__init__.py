@@ -8,11 +8,9 @@ Read in this order:
 3. `trees`: Parameters found by their paths, and the structures of results.
 4. `planned_kernels`: `PlannedKernel`: a kernel as planning knows it, without its program.
 5. `programs`: Exported programs: StableHLO with the sizes that it was made for, and what runs it.
-6. `executables`: Executables: programs of an exported model as XLA compiled them, for machines of
-   one kind.
-7. `binding`: Graphs of other origin as graphs of the node types of an exported model.
-8. `planning`: From a graph to a plan for exported programs, or to an error that says what does not
+6. `binding`: Graphs of other origin as graphs of the node types of an exported model.
+7. `planning`: From a graph to a plan for exported programs, or to an error that says what does not
    fit.
-9. `exported`: `Exported`: a batched function without Python, which computes graphs.
-10. `exporting`: `Batched.export`: from a batched function to programs that need no Python.
+8. `exported`: `Exported`: a batched function without Python, which computes graphs.
+9. `exporting`: `Batched.export`: from a batched function to programs that need no Python.
 """

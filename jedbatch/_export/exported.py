@@ -15,7 +15,6 @@ from jedbatch import checks
 from jedbatch._export import archive
 from jedbatch._export.binding import NodeTypes, called, labelled
 from jedbatch._export.encoding import dtype_named, kind_of, value_type_of
-from jedbatch._export.executables import Machine, Precompiled, refusal
 from jedbatch._export.planned_kernels import kernel_of
 from jedbatch._export.planning import (
     ByRankOr,
@@ -50,13 +49,16 @@ from jedbatch._schedule.policy import Policy
 from jedbatch._session.indices import check_rows
 from jedbatch._session.outputs import form_of_results
 from jedbatch._session.pipeline import checked_inputs
-from jedbatch._support.announce import LOGGER
 from jedbatch._support.caches import Memory
 from jedbatch._support.files import replacing
 from jedbatch._support.types import Leaf, PyTree
 
 MAX_STATICS = 512  # forms of results that are kept
-UNWANTED = "as `compiled=False` says"
+NO_EXECUTABLES = (
+    "Exported models have no executables; leave it out, and set `jax_compilation_cache_dir` to a "
+    "folder, and `jax_persistent_cache_min_compile_time_secs` to 0, so that JAX keeps what it has "
+    "compiled for the next process."
+)
 HEURISTICS: dict[str, Policy] = {**FALLBACKS, "depth": depth}
 ONCE = (
     "it was exported with the programs for values and gradients alone. Differentiate the batched "
@@ -76,13 +78,9 @@ class Exported:
       parameters: a description of each array among the shared arguments, in order.
       platforms: for which there are programs, such as "cpu" and "cuda".
       batch_size: the most instances in a minibatch.
-      executables_refused: why executables that lie in it are not run here, so that programs are
-        compiled; empty if they are run, or if there are none.
     """
 
-    def __init__(
-        self, header: Mapping[str, Any], members: Mapping[str, bytes], compiled: bool = True
-    ):
+    def __init__(self, header: Mapping[str, Any], members: Mapping[str, bytes]):
         self._header, self._members = header, members
         self.name: str = str(header["name"])
         self.node_types: tuple[NodeType, ...] = tuple(map(_type_of, header["types"]))
@@ -105,8 +103,6 @@ class Exported:
         self._check_precision()
         if not header["targets"]:
             raise KeyError("targets")
-        own = [x for x in header["targets"] if "machine" in x]
-        self.executables_refused: str = next(map(refusal, own), "") if compiled else UNWANTED
 
     def _check_precision(self) -> None:
         dtypes = {t.dtype for t in self.parameters}
@@ -127,11 +123,6 @@ class Exported:
     def has_gradient(self) -> bool:
         """Whether there are programs for gradients."""
         return "training" in self._header["targets"][0]["variants"]
-
-    @property
-    def has_executables(self) -> bool:
-        """Whether there are executables, for machines like the one that exported it."""
-        return any("machine" in x for x in self._header["targets"])
 
     @property
     def compilations(self) -> Mapping[str, int]:
@@ -155,14 +146,8 @@ class Exported:
                 name: self._members[member_name(number, kind, name)] for name in written["programs"]
             }
             variant = Variant.of(written, [kernel_of(t, x) for t, x in pairs], data)
-            if "machine" in target and not self.executables_refused:
-                names = {x: executable_name(number, kind, x) for x in executable_names(written)}
-                found = {x: self._members[name] for x, name in names.items()}
-                executor: Portable = Precompiled(variant, self._count, found)
-            else:
-                executor = Portable(variant, self._count)
-            self._variants[number, kind] = variant, executor
-            self._of_signature[id(variant.signature)] = variant, executor
+            found = variant, Portable(variant, self._count)
+            self._variants[number, kind] = self._of_signature[id(variant.signature)] = found
         return self._variants[number, kind]
 
     def _target(self, platform: str) -> int:
@@ -411,12 +396,12 @@ class Exported:
         return archive.pack(self._header, self._members)
 
     @staticmethod
-    def deserialize(data: bytes, *, compiled: bool = True) -> "Exported":
+    @checks.without(compiled=NO_EXECUTABLES)
+    def deserialize(data: bytes) -> "Exported":
         """Reads what `serialize` returned.
 
         Args:
           data: the bytes.
-          compiled: whether to run executables in them, as for `load`.
 
         Returns:
           The exported model.
@@ -424,7 +409,7 @@ class Exported:
         Raises:
           ValueError: it is damaged, something else, or of a version that this one does not read.
         """
-        return _read(bytes(data), "the bytes", compiled)
+        return _read(bytes(data), "the bytes")
 
     def save(self, path: str | Path) -> None:
         """Writes the model to a file, whole or not at all.
@@ -436,19 +421,16 @@ class Exported:
             file.write(self.serialize())
 
     @staticmethod
-    def load(path: str | Path, *, compiled: bool = True) -> "Exported":
+    @checks.without(compiled=NO_EXECUTABLES)
+    def load(path: str | Path) -> "Exported":
         """Reads what `save` wrote.
 
         Nothing of the model's Python is needed, and nothing of it is run. Files are read as long as
         `jax.export` reads the programs in them: those of the last six months at least, and of three
         weeks to come.
 
-        An executable is machine code. Load only files that you trust, or write `compiled=False`.
-
         Args:
           path: the file.
-          compiled: whether to run executables in it, if it has any for machines like this one. If
-            not, programs are compiled when they are first run; `executables_refused` says why.
 
         Returns:
           The exported model.
@@ -458,7 +440,7 @@ class Exported:
           ValueError: it is damaged, something else, or of a version that this one does not read.
         """
         with open(checks.path("Exported.load", path), "rb") as file:
-            return _read(file.read(), repr(os.fspath(path)), compiled)
+            return _read(file.read(), repr(os.fspath(path)))
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -477,14 +459,6 @@ class Exported:
             found["readers"] = max((n for x in variant.reverse.readers for n in x), default=1)
         return {**found, "instructions": signature.num_instructions}
 
-    def _about_executables(self) -> list[str]:
-        if not self.has_executables:
-            return []
-        (written,) = (x["machine"] for x in self._header["targets"] if "machine" in x)
-        refused = self.executables_refused
-        here = f"not run here, programs are compiled: {refused}" if refused else "run here"
-        return [f"Executables for {Machine.of(written)}; {here}"]
-
     def __str__(self) -> str:
         sizes = self.sizes
         size = sum(map(len, self._members.values()))
@@ -493,7 +467,6 @@ class Exported:
             f"Exported `{self.name}` for {', '.join(self.platforms)}{more}: "
             f"{len(self.parameters)} arrays of parameters, up to {self.batch_size} instances, "
             f"{size / 1e3:,.0f} kB",
-            *self._about_executables(),
             "",
             "  number   lanes  type",
         ]
@@ -523,16 +496,6 @@ def member_name(number: int, kind: str, name: str) -> str:
     return f"programs/{number}/{kind}/{name}"
 
 
-def executable_name(number: int, kind: str, name: str) -> str:
-    """Returns where the executable of a program of a target is in the file."""
-    return f"executables/{number}/{kind}/{name}"
-
-
-def executable_names(written: Mapping[str, Any]) -> Sequence[str]:
-    """Returns which programs of a variant have executables."""
-    return written["executables"]["names"]
-
-
 def _type_of(written: Mapping[str, Any]) -> NodeType:
     return NodeType(
         str(written["name"]),
@@ -555,19 +518,11 @@ def _policy_of(written: Any) -> Policy | None:
     return machine if kind == "machine" else ByRankOr(machine)
 
 
-def _read(data: bytes, source: str, compiled: bool) -> Exported:
-    checks.flag("Exported.load", "compiled", compiled)
+def _read(data: bytes, source: str) -> Exported:
     header, members = archive.unpack(data, source)
     try:
-        exported = Exported(header, members, compiled)
+        exported = Exported(header, members)
         exported._check()
     except Exception as error:
         raise archive.unreadable(source, error) from error
-    if compiled and exported.executables_refused:
-        LOGGER.warning(
-            "jedbatch compiles the programs of `%s`, and does not run the executables in %s: %s",
-            exported.name,
-            source,
-            exported.executables_refused,
-        )
     return exported

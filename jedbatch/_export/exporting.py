@@ -12,8 +12,7 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._export import archive
 from jedbatch._export.encoding import kind_to_json, version_of
-from jedbatch._export.executables import Machine, compiled_here
-from jedbatch._export.exported import HEURISTICS, Exported, executable_name, member_name
+from jedbatch._export.exported import HEURISTICS, NO_EXECUTABLES, Exported, member_name
 from jedbatch._export.planned_kernels import kernel_to_json
 from jedbatch._export.programs import Variant, default_platform, programs_of_variant
 from jedbatch._export.trees import parameter_types, structure_to_json
@@ -50,6 +49,7 @@ PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 MANY_INSTRUCTIONS = 2048  # of which there is room at least, unless there are fewer lanes
 
 
+@checks.without(compiled=NO_EXECUTABLES)
 def export(
     batched: Any,
     *args: PyTree,
@@ -57,7 +57,6 @@ def export(
     gradient: bool = False,
     platforms: Sequence[str] | None = None,
     sizes: Mapping[str, int] | None = None,
-    compiled: bool = False,
 ) -> Exported:
     """Exports the function, so that other processes compute it without the model's Python.
 
@@ -76,10 +75,6 @@ def export(
         of the shared arguments.
       sizes: room for at least so many of what `Exported.sizes` lists, such as nodes of a type by
         its label; and "readers": how many nodes may read one value if there are gradients.
-      compiled: whether to compile the programs now, for machines like this one, and to put the
-        executables in, too. There a process that loads them compiles none of the programs that it
-        calls outside of `jax.jit`; elsewhere, and inside of one, it compiles them as if there were
-        no executables. These are machine code: load files from those you trust alone.
 
     Returns:
       The exported function: `save` it, or call it as the function, with graphs for instances.
@@ -88,8 +83,6 @@ def export(
       TypeError: the policy is a function of yours, or as `plan` does.
       ValueError: there is no such platform or size, arrays in instances differ in length, the
         function is batched with `count_steps`, or as `plan` does.
-      NotImplementedError: the programs are to be `compiled`, and XLA does not write executables of
-        this platform in this version.
       ImportError: the package flatbuffers is missing, with which JAX writes programs.
 
     Examples:
@@ -107,7 +100,6 @@ def export(
       True
     """
     checks.flag("export", "gradient", gradient)
-    checks.flag("export", "compiled", compiled)
     if batch_size is not None:
         checks.whole("export", "batch_size", batch_size, least=1)
     policy_to_json(batched)
@@ -118,11 +110,6 @@ def export(
         )
     shared, instances = batched._arguments.split(args)
     targets = _targets(batched, shared, platforms)
-    if compiled and all(default_platform() not in own for _, own in targets):
-        raise ValueError(
-            f"`export` got compiled=True and platforms={list(platforms or ())}; expected that of "
-            f"this process among them, {default_platform()!r}, which alone it compiles for."
-        )
     room = batch_size or len(instances)
     samples = [Sample.of(batched, target, shared, instances, room) for target, _ in targets]
     first = samples[0]
@@ -136,7 +123,6 @@ def export(
         kernels = [sample.session.programs.kernel(t) for t in ids]
         rows = [table_rows(kernel.node_type) for kernel in kernels]
         variants: dict[str, Any] = {}
-        compiles = compiled and default_platform() in own
         for kind in ("inference", "training") if gradient else ("inference",):
             signature, reverse = sample.programs(kind == "training", sizes or {}, used)
             variant, arrays = _exported_variant(sample, signature, reverse, own)
@@ -146,21 +132,12 @@ def export(
             variants[kind] = {**variant.to_json(), "kernels": order}
             for name, data in variant.data.items():
                 members[member_name(number, kind, name)] = data
-            if compiles:
-                executables = compiled_here(variant)
-                for name, data in executables.items():
-                    members[executable_name(number, kind, name)] = data
-                variants[kind]["executables"] = {
-                    "names": list(executables),
-                    "calls_core": variant.calls_core,
-                }
         pairs = zip(kernels, rows, strict=True)
         written.append(
             {
                 "platforms": list(own),
                 "kernels": [kernel_to_json(kernel, found, gradient) for kernel, found in pairs],
                 "variants": variants,
-                **({"machine": Machine.here().to_json()} if compiles else {}),
             }
         )
     _check_sizes(sizes or {}, used)

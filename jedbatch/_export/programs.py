@@ -113,26 +113,6 @@ class Variant:
         name = f"{name}{CORE}" if self.calls_core and f"{name}{CORE}" in self.data else name
         return self._program(name).call(*args)
 
-    @property
-    def names(self) -> list[str]:
-        """The programs that there are; some of them in two forms."""
-        return [name for name in self.data if not name.endswith(CORE)]
-
-    def arguments(self, name: str) -> Sequence[Any]:
-        """Returns the types of the arrays that a program takes, one after the other."""
-        return self._program(name).in_avals
-
-    def call_flat(self, name: str, *arrays: Any) -> Any:
-        """Calls one of the programs with arrays one after the other."""
-        args, _ = jax.tree.unflatten(self._program(name).in_tree, arrays)
-        return self.call(name, *args)
-
-    @functools.cached_property
-    def num_consts(self) -> list[int]:
-        """How many consts each kernel has, as `pack` returns them."""
-        tree = self._program("pack").out_tree
-        return list(map(len, jax.tree.unflatten(tree, range(tree.num_leaves))))
-
     def _program(self, name: str) -> Any:
         if name not in self._programs:
             self._programs[name] = deserialized(self.data[name])
@@ -275,18 +255,7 @@ class Portable(Fused):
         self._announce("reverse")
         given = [x for x in tables if x is not None]
         cotangents = [x for x in outputs if x is not None]
-        return self.as_cotangents(
-            self.variant.call("reverse", list(shared), given, values, cotangents)
-        )
-
-    def as_consts(self, arrays: Sequence[Array]) -> list[list[Array]]:
-        """Returns what `pack` returns, from its arrays one after the other."""
-        each = iter(arrays)
-        return [[next(each) for _ in range(n)] for n in self.variant.num_consts]
-
-    def as_cotangents(self, arrays: Sequence[Array]) -> PyTree:
-        """Returns (cotangents of shared values, of inputs), None where there is none."""
-        back = iter(arrays)
+        back = iter(self.variant.call("reverse", list(shared), given, values, cotangents))
         of_shared, of_inputs = self.variant.gradients
         return (
             [next(back) if there else None for there in of_shared],

@@ -128,7 +128,7 @@ class Fused:
         try:
             arenas = free.pop()
         except IndexError:  # the first call, or others at the same time have them all
-            arenas = self._new_arenas()
+            arenas = tuple(map(zeros, self.signature.rows, self.signature.arenas))
             arenas = jax.device_put(arenas, devices[0]) if devices else arenas
         outputs, arenas = self.again(*given, arenas)
         free.append(arenas)
@@ -156,9 +156,6 @@ class Fused:
         """Forgets the arenas that wait for a call."""
         self.arenas.clear()
         self.states.clear()
-
-    def _new_arenas(self) -> tuple[Array, ...]:
-        return tuple(map(zeros, self.signature.rows, self.signature.arenas))
 
     def _weights(self, shared: Sequence[Array]) -> dict[str, Any]:
         """Shared values, or what the prologues make of them, if these are arrays to stay."""

@@ -151,11 +151,12 @@ def test_second_derivatives():
         jax.grad(lambda p: exported.apply(p, inference).sum())(P)
 
 
-def changed(exported, **header):
+def changed(exported, added=(), **header):
     data = zipfile.ZipFile(io.BytesIO(exported.serialize()))
     members = {name: data.read(name) for name in data.namelist()}
     written = json.loads(members.pop("header.json"))
     written.update(header)
+    members.update(added)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as file:
         file.writestr("header.json", json.dumps(written))
@@ -201,6 +202,29 @@ def test_targets_of_another_version(exported):
     there = Exported.deserialize(changed(exported, targets=targets))
     graphs = TOTAL.graph(P, TREES)
     assert_close(there(P, graphs), TOTAL(P, TREES), rtol=1e-6)
+
+
+def test_executables_of_earlier_versions(exported):
+    """Are left alone, whatever they are."""
+    data = zipfile.ZipFile(io.BytesIO(exported.serialize()))
+    (target,) = json.loads(data.read("header.json"))["targets"]
+    target["machine"] = {"platform": "cpu", "jaxlib": "0.1"}
+    target["variants"]["inference"]["executables"] = {"names": ["forward"], "calls_core": True}
+    members = {"executables/0/inference/forward": b"machine code"}
+    there = Exported.deserialize(changed(exported, members, targets=[target]))
+    assert_close(there(P, TOTAL.graph(P, TREES)), TOTAL(P, TREES), rtol=1e-6)
+
+
+def test_options_that_are_gone(exported, tmp_path):
+    exported.save(tmp_path / "model")
+    for call, who in (
+        (lambda: TOTAL.export(P, TREES, compiled=True), "export"),
+        (lambda: Exported.load(tmp_path / "model", compiled=True), "Exported.load"),
+        (lambda: Exported.deserialize(exported.serialize(), compiled=True), "Exported.deserialize"),
+    ):
+        message = rf"`{who}` got compiled=True; expected no such.*`jax_compilation_cache_dir`"
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 def of_name(name, written):

@@ -133,7 +133,7 @@ def test_any_topology(model):
 
 
 def test_in_a_fresh_process(model, tmp_path):
-    """From files, where nothing of the model can be imported."""
+    """From files, where nothing of the model can be imported; a second one compiles nothing."""
     batched, exported = model
     exported.save(tmp_path / "model")
     batched.graph(P, TREES).save(tmp_path / "graphs.npz")
@@ -143,9 +143,17 @@ def test_in_a_fresh_process(model, tmp_path):
     command = [sys.executable, str(script), *(str(tmp_path / name) for name in names)]
     root = str(Path(jedbatch.__file__).parents[1])
     env = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
-    assert not done.returncode, done.stderr
-    assert "add(2 × f32[4]) -> f32[4]" in done.stdout
+    env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "programs")}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    printed = []
+    for _ in range(2):
+        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+        assert not done.returncode, done.stderr
+        assert "add(2 × f32[4]) -> f32[4]" in done.stdout
+        printed.append(done.stdout.split("\n")[-2].split())
+    (compiled, _, read, _), again = printed
+    assert int(compiled) > 3  # values, and both halves of a gradient, with what is around them
+    assert again == ["0", "misses", str(int(compiled) + int(read)), "hits"]
     slope = jax.grad(lambda p: squared(loop(encode, p, TREES)))(P)
     with np.load(tmp_path / "results.npz") as got:
         assert_close(got["values"], np.asarray(loop(encode, P, TREES)), rtol=1e-6)
@@ -155,6 +163,25 @@ def test_in_a_fresh_process(model, tmp_path):
 
 def test_files_are_the_same_every_time(model):
     assert model[1].serialize() == again(model[1]).serialize()
+
+
+def test_arenas_that_are_kept():
+    """Large arenas are handed from call to call, and parameters may be arrays of NumPy."""
+    batched = jedbatch.batch(encode)
+    exported = batched.export(P, TREES, sizes={"leaf": 80_000})
+    assert exported._variant(0, "inference")[1].is_large
+    for trees in (TREES, TREES[2:], TREES[:1]):
+        want = loop(encode, P, trees)
+        for params in (P, jax.tree.map(np.asarray, P)):
+            assert_close(exported(params, batched.graph(P, trees)), want, rtol=1e-6)
+    assert exported.compilations == {"inference": 2}  # with packed weights, and with others
+
+
+def test_where_jax_looks_for_faults(model):
+    batched, exported = model
+    with jax.debug_nans(True):
+        got = exported(P, batched.graph(P, TREES))
+    assert_close(got, loop(encode, P, TREES), rtol=1e-6)
 
 
 def test_where_the_core_is_not(model, monkeypatch):
