@@ -124,7 +124,8 @@ class Fused:
         devices = devices_of(given) if self.is_large and not finds_faults() else None
         if devices is None:
             return self.once(*given)
-        free = self.arenas[devices]
+        default: Any = jax.config.jax_default_device  # programs of `jax.export` bind arenas to it
+        free = self.arenas[devices or default]
         try:
             arenas = free.pop()
         except IndexError:  # the first call, or others at the same time have them all

@@ -184,6 +184,18 @@ def test_where_jax_looks_for_faults(model):
     assert_close(got, loop(encode, P, TREES), rtol=1e-6)
 
 
+def test_another_default_device():
+    """See `two_devices.py`."""
+    script = Path(__file__).parent / "two_devices.py"
+    path = [str(Path(jedbatch.__file__).parents[1]), str(script.parents[1])]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+    env |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stdout + done.stderr
+
+
 def test_where_the_core_is_not(model, monkeypatch):
     """Programs for a CPU call the compiled core where it is of the same revision, only there."""
     batched, exported = model
