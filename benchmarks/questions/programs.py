@@ -125,7 +125,7 @@ def measure(name: str, program: programs.Program, options: Any) -> list[Any]:
     minibatches = [program.instances(rng, size, tiny) for _ in range(WARM + options.unseen)]
     arrays = program.prepare(minibatches)
     modes = [lambda fn: fn, common.with_gradient] if slopes else [lambda fn: fn]
-    new = [jedbatch.batch(program.model, executor=options.executor) for _ in modes]
+    new = [jedbatch.batch(program.model) for _ in modes]
     by_hand = [jax.jit(mode(program.by_hand)) for mode in modes]
     times, seconds = [], []
     jax.clear_caches()
@@ -168,7 +168,6 @@ def main() -> None:
     parser.add_argument("--unseen", type=int, default=UNSEEN, help="minibatches (%(default)s)")
     parser.add_argument("--seconds", type=float, default=5.0, help="of timing (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--executor", choices=["fused", "tiered"], help="see `jedbatch.batch`")
     options = parser.parse_args()
     if options.quick:
         options.unseen, options.seconds = 2, 0.1

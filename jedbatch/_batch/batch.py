@@ -158,11 +158,8 @@ def batch(
       lane_policy: chooses which block of loops in loops runs next on the device (see
         `control_flow`): `jedbatch.policies.least_loss` or `most_lanes`, or any callable from a
         `LaneFrontier` to the number of a step. It changes how many steps run, and no result.
-      executor: "fused", the default, one XLA program per minibatch; "dispatch", one per batch, for
-        debugging, but under a transformation of JAX; or "tiered": a program that compiles sooner
-        and takes longer to run, until another thread has compiled the fused one. The last bits of
-        results may change then. Within a `jax.jit` of yours, over a mesh, where loops of Python
-        decide on values, and on a GPU there is one tier.
+      executor: "fused", the default, one XLA program per minibatch; or "dispatch", one per batch,
+        for debugging, but under a transformation of JAX.
       key: maps the mapped arguments of an instance to something hashable that decides its graph,
         for instances that cannot be compared by value; their graphs are then remembered too.
       cache_size: how many instances' graphs are remembered. Instances are remembered if they are

@@ -38,6 +38,7 @@ from jedbatch._jaxpr.storage import Kind, row_bytes, stored
 from jedbatch._layout.bucketing import in_blocks, num_widths
 from jedbatch._layout.layout import Layout
 from jedbatch._program.capacity import Capacity, round_up
+from jedbatch._program.executors import Executor
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.lower import Rows, lower
 from jedbatch._program.placement import Placement
@@ -51,7 +52,6 @@ from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_look_ups
 from jedbatch._session.program_cache import ProgramCache
-from jedbatch._session.tiered import Executor
 from jedbatch._session.verify import RoundsTrial
 from jedbatch._support.types import Array, PyTree
 

@@ -61,10 +61,9 @@ class Forward:
     has such loops bool[lanes], in which lanes one was stopped.
     """
 
-    def __init__(self, signature: Signature, saving: bool, narrow: bool = False):
+    def __init__(self, signature: Signature, saving: bool):
         self.signature = signature
         self.saving = saving
-        self.narrow = narrow
 
     def start(self, inputs: Sequence[Any], used: Sequence[Any] | None = None) -> PyTree:
         """The state before the first batch, in `used` arenas, if there are any, or new ones."""
@@ -228,9 +227,9 @@ class Backward:
     marks what exists, for each arena bool[outputs].
     """
 
-    def __init__(self, signature: ReverseSignature, narrow: bool = False):
+    def __init__(self, signature: ReverseSignature):
         self.signature = signature
-        self.forward = Forward(signature.forward, saving=True, narrow=narrow)
+        self.forward = Forward(signature.forward, saving=True)
 
     def start(self, outputs: Sequence[Array], saved: Any, exist: Any = None) -> PyTree:
         """The state before the first step; `outputs` are cotangents of the rows returned.
@@ -528,7 +527,7 @@ def advance(forward: Forward, consts: PyTree, table: Array, state: PyTree) -> tu
         for number, (k, reading) in enumerate(signature.bodies)
         for b in bodies_of(number, signature.widths[k], chunk(k, reading))
     ]
-    state = sweep(signature.form, table, bodies, signature.instructions, state, forward.narrow)
+    state = sweep(signature.form, table, bodies, signature.instructions, state)
     return forward.finish(table, state), state
 
 
@@ -555,7 +554,6 @@ def fused_reverse(
         for b in bodies_of(kind, widths, run, True)
     ]
     start = reverse.start(outputs, saved, tables[-1])
-    instructions, narrow = signature.instructions, reverse.forward.narrow
-    state = sweep(signature.form, tables[1], bodies, instructions, start, narrow)
+    state = sweep(signature.form, tables[1], bodies, signature.instructions, start)
     gradients, alive = reverse.consts(consts, tables, arenas, state)
     return gradients, alive, reverse.inputs(tables[1], state)

@@ -76,28 +76,15 @@ class Fused:
         devices.
       states: the same for calls that run in rounds.
       worth_keeping: bytes of arenas; new ones of fewer bytes cost less than handing them on.
-
-    Args:
-      prepare: maps shared values to the consts of every kernel.
-      signature: the program.
-      compiled: gets the kind of each XLA program that is built.
-      narrow: whether it has the narrowest chunks of each kernel alone, and compiles sooner.
     """
 
     name = "fused"
     worth_keeping = 1 << 20
 
-    def __init__(
-        self,
-        prepare: Callable,
-        signature: Signature,
-        compiled: Callable[[str], None],
-        narrow: bool = False,
-    ):
+    def __init__(self, prepare: Callable, signature: Signature, compiled: Callable[[str], None]):
         self.prepare = prepare
         self.signature = signature
         self.compiled = compiled
-        self.narrow = narrow
         self.arenas: dict[Any, list[Any]] = collections.defaultdict(list)
         self.states: dict[Any, list[Any]] = collections.defaultdict(list)
         size = sum(map(operator.mul, signature.rows, map(row_bytes, signature.arenas)))
@@ -173,8 +160,7 @@ class Fused:
     def _announce(self, kind: str) -> None:
         """Counts a program that is about to be compiled, and says so if that takes long."""
         self.compiled(kind)
-        types = len(self.signature.kernels)
-        widths = types if self.narrow else sum(self.signature.widest)
+        types, widths = len(self.signature.kernels), sum(self.signature.widest)
         announce(f"compiling a program for {kind}: {types} node types in {widths} widths")
 
     def _forget(self, _: Any) -> None:
@@ -194,21 +180,21 @@ class Fused:
 
     def _again(self, weights, inputs, table, arenas):
         self._announce("inference")
-        forward = Forward(self.signature, False, self.narrow)
+        forward = Forward(self.signature, saving=False)
         consts = weights["consts"] if "consts" in weights else self.prepare(weights["shared"])
         outputs, state = fused_forward(forward, consts, inputs, table, arenas)
         return outputs, state[0]
 
     def _watched(self, weights, inputs, table):
         self._announce("inference")
-        forward = Forward(self.signature, False, self.narrow)
+        forward = Forward(self.signature, saving=False)
         consts = weights["consts"] if "consts" in weights else self.prepare(weights["shared"])
         outputs, state = fused_forward(forward, consts, inputs, table)
         return outputs, state[1]
 
     def _save(self, shared, inputs, table):
         self._announce("training")
-        forward = Forward(self.signature, True, self.narrow)
+        forward = Forward(self.signature, saving=True)
         return fused_forward(forward, self.prepare(shared), inputs, table)
 
     def _fresh(self, saving):
@@ -220,14 +206,14 @@ class Fused:
 
     def _round(self, saving, weights, inputs, table, state):
         self._announce("round")
-        forward = Forward(self.signature, saving, self.narrow)
+        forward = Forward(self.signature, saving)
         consts = weights["consts"] if "consts" in weights else self.prepare(weights["shared"])
         return advance(forward, consts, table, forward.resume(inputs, state))
 
     def _reverse(self, signature, shared, tables, values, outputs):
         self._announce("reverse")
         consts = self.prepare(shared)
-        reverse = Backward(signature, self.narrow)
+        reverse = Backward(signature)
         gradients, alive, inputs = fused_reverse(reverse, consts, tables, values, outputs)
         return pulled_back(self.prepare, shared, gradients, alive), inputs
 
@@ -393,6 +379,10 @@ def pulled_back(
         elif source_ids:
             of_shared[i] = where_alive(jnp.stack([flags[s] for s in sorted(source_ids)]).any(), x)
     return of_shared
+
+
+Executor = Fused | Dispatch
+EXECUTORS: dict[str, type[Executor]] = {"fused": Fused, "dispatch": Dispatch}
 
 
 def median_seconds(functions: Sequence[Any], repeat: int) -> np.ndarray:

@@ -4,19 +4,13 @@ Two forms of control (see `_kernel.target`). XLA:CPU updates arenas in place onl
 never pass through the result of a conditional, so the opcode is chosen by loops whose trip counts
 are read from the table, of which all but one make no trips. XLA:GPU runs a `lax.switch` whose
 branches are one opcode or several. What a chunk does is not known here (see `_program.execute`).
-
-A program that is to compile soon has the narrowest body of each kernel alone. It runs the same
-tables, since all widths are multiples of the narrowest: a chunk becomes as many narrow ones.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.unknown_numbers import unknown
@@ -132,39 +126,23 @@ def run_branches(
     return lax.fori_loop(0, row(form, table, ("num_instructions",))[0], step, state)
 
 
-def narrowest(kind: Any) -> Any:
-    """Returns the opcode of the narrowest chunks of the kernel that an opcode runs."""
-    return kind - kind % NUM_WIDTHS
-
-
 def sweep(
     form: TableLayout,
     table: Array,
     bodies: Sequence[Body],
     instructions: InstructionSet,
     state: PyTree,
-    narrow: bool = False,
 ) -> PyTree:
-    """Runs the instructions of a table; in the narrowest chunks of each kernel, if `narrow`."""
+    """Runs the instructions of a table."""
 
     def step(i, state):
         opcode, lane, stop = [number_at(table, place + i * LOOP_COLUMNS) for place in places]
-        if narrow and instructions.reverse:  # the last narrow chunk of a wide one comes first
-            later = jnp.asarray(wider, jnp.int32)[opcode]
-            lane, stop = lane + later, stop + later
-        opcode = narrowest(opcode) if narrow else opcode
         return choose(alike, (lane, opcode, stop, state))[3]
 
     if not bodies:  # nothing to do but to return inputs
         return state
     if instructions.control == "switch":
         return run_branches(form, table, bodies, instructions, state)
-    if narrow:
-        width_of = instructions.width_of
-        narrow_of = width_of[narrowest(np.arange(len(width_of)))]
-        wider = width_of - narrow_of
-        assert not (wider % narrow_of).any()
-        bodies = [body for body in bodies if body.kind == narrowest(body.kind)]
     first = form.offset(("instructions",))
     places = [unknown(first + column) for column in range(LOOP_COLUMNS)]
     alike = [dataclasses.replace(body, kind=unknown(body.kind)) for body in bodies]

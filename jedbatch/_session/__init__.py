@@ -2,34 +2,33 @@
 
 Read in this order:
 
-1. `tiered`: Tiered compilation: a program that compiles soon, until a better one is there.
-2. `options`: The options of `jedbatch.batch` and `jedbatch.Lazy`, checked once and passed on as
+1. `options`: The options of `jedbatch.batch` and `jedbatch.Lazy`, checked once and passed on as
    one value.
-3. `arguments`: The arguments of a batched function: those that all instances share, and those of
+2. `arguments`: The arguments of a batched function: those that all instances share, and those of
    each.
-4. `outputs`: The form of a result: which rows of which arenas make up what a batched function
+3. `outputs`: The form of a result: which rows of which arenas make up what a batched function
    returns.
-5. `indices`: Numbers that do nothing in a cell but name a row of a table, and whether there is
+4. `indices`: Numbers that do nothing in a cell but name a row of a table, and whether there is
    such a row.
-6. `round`: Rounds: the nodes that are computed together while a function or a lazy scope goes on.
-7. `degenerate`: Warnings of minibatches that hardly batch, before compiling (see
+5. `round`: Rounds: the nodes that are computed together while a function or a lazy scope goes on.
+6. `degenerate`: Warnings of minibatches that hardly batch, before compiling (see
    `_graph.degeneracy`).
-8. `merging`: `Merging`: whether the operations of a function without cells become larger nodes.
-9. `record_cache`: `RecordCache`: the graphs of instances that are kept between minibatches.
-10. `types_in_use`: `TypesInUse`: which node types a new program should have besides those it is
+7. `merging`: `Merging`: whether the operations of a function without cells become larger nodes.
+8. `record_cache`: `RecordCache`: the graphs of instances that are kept between minibatches.
+9. `types_in_use`: `TypesInUse`: which node types a new program should have besides those it is
    made for.
-11. `outside_values`: `OutsideValues`: what programs read besides instances: shared arguments, and
+10. `outside_values`: `OutsideValues`: what programs read besides instances: shared arguments, and
    arrays from outside.
-12. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
-13. `portable`: Programs as data, for which other processes can lower minibatches.
-14. `mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap` would run
+11. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
+12. `portable`: Programs as data, for which other processes can lower minibatches.
+13. `mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap` would run
    them.
-15. `refilled`: Instances of a stream whose loops go on from one minibatch to the next.
-16. `session`: `Session`: what a batched function keeps between minibatches.
-17. `recording`: The records of a minibatch: those that are known, and new ones.
-18. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
+14. `refilled`: Instances of a stream whose loops go on from one minibatch to the next.
+15. `session`: `Session`: what a batched function keeps between minibatches.
+16. `recording`: The records of a minibatch: those that are known, and new ones.
+17. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
-19. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
-20. `copies`: Minibatches in which structures recur: planned once for all instances of a structure.
-21. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
+18. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+19. `copies`: Minibatches in which structures recur: planned once for all instances of a structure.
+20. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
 """

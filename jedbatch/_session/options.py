@@ -11,9 +11,14 @@ from jedbatch import checks
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._kernel.target import Target, checked_target
 from jedbatch._layout.node_order import checked_order
+from jedbatch._program.executors import EXECUTORS
 from jedbatch._record.granularity.fuse import GRANULARITIES
-from jedbatch._session.tiered import EXECUTORS
 from jedbatch._support.types import ControlFlowName
+
+NO_TIERS = (
+    "There are no tiers any more; leave it out. `batched.warm` compiles before the first call, and "
+    "JAX keeps what it has compiled for the next process where `jax_compilation_cache_dir` is set."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +76,8 @@ class Options:
         Raises:
           ValueError, TypeError: one of them makes no sense.
         """
-        checks.one_of(name, "executor", executor, (*sorted(EXECUTORS), None))
+        instead = NO_TIERS if isinstance(executor, str) and executor == "tiered" else ""
+        checks.one_of(name, "executor", executor, (*sorted(EXECUTORS), None), instead)
         checked_order(layout, f"`{name}` got layout")
         if reuse is not None and not isinstance(reuse, bool):
             raise TypeError(

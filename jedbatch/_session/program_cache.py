@@ -23,7 +23,7 @@ from jedbatch._layout.bucketing import Buckets
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.capacity import MAX_OVERSIZE, find_or_grow
 from jedbatch._program.device_axis import OnDevices
-from jedbatch._program.executors import Fused
+from jedbatch._program.executors import EXECUTORS, Executor, Fused
 from jedbatch._program.fit import (
     fits,
     lowered_for,
@@ -58,7 +58,6 @@ from jedbatch._record.environment import AccessPath, Environment
 from jedbatch._record.registry import Registry
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.outside_values import OutsideValues
-from jedbatch._session.tiered import EXECUTORS, Executor
 from jedbatch._session.types_in_use import TypesInUse
 from jedbatch._support.announce import announce, announced
 from jedbatch._support.caches import Memory

@@ -121,6 +121,9 @@ def test_out_axes(out_axes):
 def test_executor():
     with pytest.raises(ValueError, match="'dispatch', 'fused'"):
         jedbatch.batch(double, executor="eager")
+    for make in (lambda **options: jedbatch.batch(double, **options), jedbatch.Lazy):
+        with pytest.raises(ValueError, match="no tiers any more; leave it out"):
+            make(executor="tiered")
 
 
 @pytest.mark.parametrize("make", [jedbatch.batch, jedbatch.cell])

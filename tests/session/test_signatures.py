@@ -15,9 +15,9 @@ import pytest
 import jedbatch
 from jedbatch._kernel.target import TARGETS
 from jedbatch._layout.node_order import ORDERS
+from jedbatch._program.executors import EXECUTORS
 from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._schedule.encodings import ENCODINGS
-from jedbatch._session.tiered import EXECUTORS
 
 
 def scale(params: dict, x: jax.Array, *, times: int = 2) -> jax.Array:
