@@ -123,9 +123,10 @@ def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> A
       unless Python must know them; those that are its defaults or the arguments of a
       `functools.partial`, and those that functions, tuples, lists, dicts and objects among these
       hold, too. What Python and NumPy compute with such numbers, they compute, in 64 bits, and an
-      operand is what an operation of JAX reads: `t // 0.1` in `x * (t // 0.1)`. Positional numbers
-      are of JAX as under `jax.jit`, and of 32 bits there. If what it closes over changes, weights of
-      a module for instance, it is recorded again (see `jedbatch.batch`).
+      operand is what an operation of JAX reads: `t // 0.1` in `x * (t // 0.1)`. With positional
+      numbers JAX computes, as under `jax.jit` in 32 bits: `(k * 4) // 4` of 2**30 is 0. If what it
+      closes over changes, weights of a module for instance, it is recorded again (see
+      `jedbatch.batch`).
 
     Examples:
       >>> import jax.numpy as jnp, jedbatch
