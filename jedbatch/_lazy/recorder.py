@@ -40,7 +40,7 @@ from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
 from jedbatch._record.symbols import Shared, Symbol, Value
 from jedbatch._record.trace import finish
-from jedbatch._record.watched import watch
+from jedbatch._record.watched import Watched, holders_in
 from jedbatch._session.round import Round
 from jedbatch._support.types import Leaf
 from jedbatch.errors import RecompilationWarning, SymbolicValueError
@@ -226,9 +226,9 @@ class LazyRecorder(Recorder):
         if not leaves or not all(index is None for _, index in tokens):
             return
         token = self.registry.token("weights", tree_key(structure), *(name for name, _ in tokens))
-        watched = watch(x, token)
-        if watched is not None:
-            self.watched[id(x)] = watched
+        holders = holders_in(x)
+        if holders is not None:
+            self.watched[id(x)] = Watched(x, token, holders)
 
     def process_primitive(self, primitive, tracers, params, /):
         """Also turns where a weight is sliced into a number: rows of a table are one type."""

@@ -15,6 +15,8 @@ soon as a call takes the slow path. Tuples of symbols that cells returned for on
 nobody has when it is done, serve the next one.
 """
 
+import contextlib
+import functools
 import struct
 from collections.abc import (
     Callable,
@@ -31,21 +33,20 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._jaxpr.identity import Same
+from jedbatch._jaxpr.identity import Same, typed
 from jedbatch._record.cell import Cell, holds_array
-from jedbatch._record.closures import function_identity, reachable_cells
+from jedbatch._record.closures import FUNCTIONS_OF_RULES, function_identity, reachable_cells
 from jedbatch._record.held import (
     OPERAND,
     held_functions,
     held_values,
-    holds_what_may_change,
     with_held_values,
 )
 from jedbatch._record.instance_arrays import array_type
-from jedbatch._record.instance_key import is_constant, may_change
+from jedbatch._record.instance_key import may_change
 from jedbatch._record.registry import Registry
 from jedbatch._record.symbols import RecorderLike, Shared, Value
-from jedbatch._record.watched import watch
+from jedbatch._record.watched import Holders, Watched, hold_the_same, holders_in
 from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import EscapedValueError
@@ -54,6 +55,7 @@ PLAIN_NUMBERS = {bool, int, float, complex}
 HOLDS_NUMBERS = "closes over numbers that differ from call to call; pass them as arguments"
 # What a part of a description is, as in `_support/c/fast_path.c`.
 REFERENCE, STRING, LIST, TUPLE, DICT, NODE, SHARED, IDENTITY, KEYWORD, INT, BOOL, FLOAT = range(12)
+STATIC = 12  # what Python alone describes
 
 
 def lists_of_ints(result: type[Value], count: int) -> list[Any]:
@@ -112,10 +114,11 @@ def fast_path_in_python(recorder: RecorderLike) -> Callable:
     references, counter = recorder.references, recorder.counter
 
     def call_cell(cell: Cell, args: tuple, static: dict) -> PyTree:
-        try:
+        call_spec = None
+        with contextlib.suppress(KeyError, NotDescribedError):
             described = describe_call(recorder, cell, args, static)
             call_spec = calls[described.key]
-        except (KeyError, NotDescribedError):
+        if call_spec is None:
             return recorder.slow_path(cell, args, static)
         references.extend(described.reads)
         call_specs.append(call_spec.id)
@@ -195,18 +198,16 @@ class Description:
         elif id(x) in recorder.computed:  # an input of the instance
             symbol = recorder.symbol(x)
             self._add_reference(symbol.type, symbol.index)
-        elif id(x) in recorder.watched and recorder.watched[id(x)].is_same():
+        elif id(x) in recorder.watched and hold_the_same(recorder.watched[id(x)].holders):
             self._add_reference(recorder.watched[id(x)].token, None)
         elif kind is str:
             self.key += STRING, x
         elif isinstance(x, jax.Array):
             self._add_array_reached(x)
-        elif id(x) in recorder.registry.things_reached:
-            self._add_whole(x, recorder.note_container)
-        elif kind in (tuple, list, dict):
+        elif kind in (tuple, list, dict) and id(x) not in recorder.registry.things_reached:
             self._add_node(x)
         else:
-            self._add_whole(x, self._watch)
+            self._add_whole(x)
 
     def _add_array_reached(self, x: jax.Array) -> None:
         """Describes a weight that the batched function reaches, which has a token from now on."""
@@ -220,8 +221,11 @@ class Description:
             )
         self._add_reference(*recorder.known[id(x)])
 
-    def _add_whole(self, x: Any, note: Callable[[Any, str], None]) -> None:
-        """Describes a container; one that holds weights alone by a token, which `note` is told."""
+    def _add_whole(self, x: Any) -> None:
+        """Describes a container; one that holds weights alone by a token, as long as it does.
+
+        A large one that the batched function reaches counts as one that stays the same.
+        """
         within = Description(self._recorder, None, self._writes)
         within._add_node(x)
         if within.reads or not within.shared:
@@ -231,16 +235,14 @@ class Description:
             self.shared += within.shared
             return
         registry = self._recorder.registry
-        token = registry.token("container", tuple(within.key))
+        token = registry.memo_token("container", tuple(within.key))
         registry.shared_in[token] = tuple(within.shared)
-        note(x, token)
+        holders = holders_in(x)
+        if holders is not None:
+            self._recorder.watched[id(x)] = Watched(x, token, holders)
+        elif id(x) in registry.things_reached:
+            self._recorder.note_container(x, token)
         self._add_reference(token, None)
-
-    def _watch(self, x: Any, token: str) -> None:
-        """Notes the token of a container, as long as it holds what it does now, if that is seen."""
-        watched = watch(x, token)
-        if watched is not None:
-            self._recorder.watched[id(x)] = watched
 
     def _add_node(self, x: Any) -> None:
         """Describes a container, or what is static."""
@@ -274,24 +276,25 @@ class Description:
 
     def _add_static(self, x: Any) -> None:
         """Describes the value of a keyword argument that is part of the type."""
-        kind: Any = type(x)
-        if not is_constant(x) and kind.__eq__ is not object.__eq__:
-            raise NotDescribedError(
-                f"gets a keyword argument of class {kind.__name__}, and what that is compared by "
-                "may change; pass a number, a string or an object of a frozen dataclass"
-            )
+        kind = type(x)
         if kind is str:
             self.key += STRING, x
         elif kind is float:
             self.key += FLOAT, *struct.unpack("q", struct.pack("d", x))
         elif kind in (int, bool) and -(1 << 63) <= x < 1 << 63:
             self.key += INT if kind is int else BOOL, int(x)
+        elif kind is tuple:
+            self.key += TUPLE, len(x)
+            for part in x:
+                self._add_static(part)
         else:
-            self._add_identity(x)
+            written = Same(x) if x is None else typed(x)
+            self.key += (IDENTITY if isinstance(written, Same) else STATIC), written
 
     def _add_identity(self, x: Any) -> None:
         """Describes something as the object that it is."""
-        if isinstance(x, jax.Array) or may_change(x):
+        holds = isinstance(x, (functools.partial, *FUNCTIONS_OF_RULES)) and reachable_cells(x)
+        if isinstance(x, jax.Array) or may_change(x) or holds:
             raise NotDescribedError(f"gets an object of class {type(x).__name__} that may change")
         self.key += IDENTITY, Same(x)
 
@@ -314,40 +317,35 @@ def describe_call(
     return described
 
 
-# What a function closes over, its token, and references to operands that it holds.
-DescribedCell = tuple[tuple[Any, ...], str, tuple[int, ...]]
+# What holds what a function reads, its token, and references to operands that it holds.
+DescribedCell = tuple[Holders, str, tuple[int, ...]]
 
 
-def describe_cell(recorder: RecorderLike, cell: Cell, contents: tuple[Any, ...]) -> DescribedCell:
-    """Returns the description of a cell's function, which closes over `contents`.
+def describe_cell(recorder: RecorderLike, cell: Cell) -> DescribedCell:
+    """Returns the description of a cell's function, as long as it holds what it does now.
 
     Raises `NotDescribedError` for what may change without a trace: functions that hold arrays of
-    NumPy, or containers and objects but for those that stay as they are; and for functions that
-    hold numbers which differ from call to call.
+    NumPy, or objects that are not seen into; and for functions that hold numbers which differ from
+    call to call.
     """
     fn = cell.fn
-    if reachable_cells(fn) != cell.closure:
-        raise NotDescribedError("closes over functions that have become others")
-    if holds_what_may_change(fn, Staying(recorder)):
+    holders = holders_in(fn)
+    if holders is None:
+        holders = holders_in(fn, Staying(recorder))
+    if holders is None:
         raise NotDescribedError(
-            "closes over a list, a dict or an object that was made while an instance was recorded "
-            "and may change; pass what it reads as an argument"
+            "closes over an array of NumPy, or over an object that may change unseen; pass what it "
+            "reads as an argument"
         )
-    values = held_values(fn)
-    if any(isinstance(x, np.ndarray) for x in values):
-        raise NotDescribedError("closes over an array of NumPy; pass it as an argument")
     if recorder.registry.numbers_held(fn, recorder.computed)[1] is not None:
         raise NotDescribedError(HOLDS_NUMBERS)
-    captured = {k: x for k, x in enumerate(values) if isinstance(x, Tracer)}
-    if captured:
-        identity = identity_without(recorder, fn, captured)
-    else:  # nothing is to be written out
-        identity = function_identity(fn, Named(recorder))
+    captured = {k: x for k, x in enumerate(held_values(fn)) if isinstance(x, Tracer)}
+    identity = identity_without(recorder, fn, captured)
     symbols = list(map(recorder.symbol, captured.values()))
     held = [x for x in symbols if isinstance(x, Value)]
     slots = [("value", x.type) if isinstance(x, Value) else ("shared", x.index) for x in symbols]
-    token = recorder.registry.token("cell", identity, *slots)
-    return contents, token, tuple([x.index for x in held])
+    token = recorder.registry.memo_token("cell", identity, *slots)
+    return holders, token, tuple([x.index for x in held])
 
 
 class Staying(Container[int]):

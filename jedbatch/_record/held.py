@@ -90,12 +90,6 @@ def _is_frozen(kind: Any) -> bool:
     return params is not None and params.frozen
 
 
-def holds_what_may_change(fn: object, known: Container[int]) -> bool:
-    """Returns whether a function holds lists, dicts or objects, but for those of known ids."""
-    holders = ((key, x) for key, (x, _) in _holders(fn).items() if key not in known)
-    return any(type(x) in (list, dict) or _may_change(x) for _, x in holders)
-
-
 def _may_change(x: Any) -> bool:
     """Returns whether attributes of an object, of which there can be a copy, may be assigned."""
     return is_copied(x) and not _is_frozen(type(x))

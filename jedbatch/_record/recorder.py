@@ -27,7 +27,6 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 `jax.core.Trace` as in JAX's autodidax.
 """
 
-import operator
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -54,7 +53,6 @@ from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import (
     DescribedCell,
     Description,
-    NotDescribedError,
     describe_call,
     describe_cell,
     fast_path,
@@ -82,7 +80,7 @@ from jedbatch._record.shared_operands import VALUE
 from jedbatch._record.slow_path import cell_call_spec, slow_path
 from jedbatch._record.static_numbers import STATIC, row_of_weight, with_data
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
-from jedbatch._record.watched import Watched
+from jedbatch._record.watched import Watched, hold_the_same
 from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import EscapedValueError
 
@@ -381,18 +379,14 @@ class Recorder(Trace):
         return describe_call(self, cell, args, static, writes=False)
 
     def described_cell(self, cell: Cell) -> DescribedCell:
-        """Returns the description of a cell's function, made anew if it closes over other things.
+        """Returns the description of a cell's function, made anew if it holds other things.
 
         Raises `NotDescribedError` if it has none.
         """
-        try:
-            contents = tuple([c.cell_contents for c in cell.closure])
-        except ValueError:
-            raise NotDescribedError("closes over a name that is not assigned yet") from None
         of_cells = self.cells if cell.is_inner else self.registry.cells
         known = of_cells.get(cell)
-        if known is None or any(map(operator.is_not, known[0], contents)):
-            known = of_cells[cell] = describe_cell(self, cell, contents)
+        if known is None or not hold_the_same(known[0]):
+            known = of_cells[cell] = describe_cell(self, cell)
             if known[2]:
                 self._cells_of_instance.append(cell)
         self.cells[cell] = known

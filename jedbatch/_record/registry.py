@@ -118,8 +118,10 @@ class Registry:
         self.cells: dict[Any, Any] = Memory(None, budget, each(CALL_BYTES))
         self.numbers: dict[type, tuple[int, int]] = {}
         self.arrays: dict[tuple, tuple[int, int]] = {}
-        self.nodes: dict[Hashable, str] = {}
-        self.shared_in: dict[Hashable, tuple[int, ...]] = {}
+        self.nodes: dict[Hashable, str] = Memory(None, budget, each(MEMO_BYTES))
+        self.shared_in: dict[Hashable, tuple[int, ...]] = Memory(None, budget, each(MEMO_BYTES))
+        self._memo_tokens: dict[Hashable, str] = Memory(None, budget, each(MEMO_BYTES))
+        self._num_memo_tokens = 0
         self.num_recorded = 0
         self.slow_calls: collections.Counter[tuple[str, str]] = collections.Counter()
         self.constants = memory_of_constants(budget)
@@ -216,7 +218,7 @@ class Registry:
         is_simple = all(t in (str, int, bool) or t.__eq__ is object.__eq__ for t in types)
         token = self.nodes.get(key) if is_simple else None
         if token is None:
-            token = self.token("node", kind, carried_key(carried))
+            token = self.memo_token("node", kind, carried_key(carried))
             if is_simple:
                 self.nodes[key] = token
         return token
@@ -224,6 +226,14 @@ class Registry:
     def token(self, *key: Hashable) -> str:
         """A short name for a part of the description of a call; strings hash fastest."""
         return self._ids.setdefault(("token", key), f"token {len(self._ids)}")
+
+    def memo_token(self, *key: Hashable) -> str:
+        """Does the same for what may be made anew again and again, and is forgotten."""
+        token = self._memo_tokens.get(key)
+        if token is None:
+            self._num_memo_tokens += 1
+            token = self._memo_tokens[key] = f"memo {self._num_memo_tokens}"
+        return token
 
     def group(self, *key: Hashable) -> int:
         """The id of a group of inputs that are read the same way."""

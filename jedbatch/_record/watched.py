@@ -1,12 +1,14 @@
-"""Containers that may change, and whether they hold what they held before.
+"""Containers and functions that may change, and whether they hold what they held before.
 
-A module of weights that is made anew for each instance, or that is given to each call in a lazy
-scope, takes long to flatten. It is flattened once; later on it is enough to see that the same
-objects are where they were, in dicts, lists and attributes, down to what cannot change. The
-compiled core looks at once (`_support/c/watched.c`).
+A module of weights that is made anew for each instance takes long to flatten, and a function with
+closures long to compare. That is done once; later on it is enough to see that the same objects are
+where they were, in dicts, lists, attributes and closures, down to what cannot change. The compiled
+core looks at once (`_support/c/watched.c`).
 """
 
+import functools
 import types
+from collections.abc import Container
 from typing import Any, NamedTuple
 
 import jax
@@ -18,10 +20,14 @@ from jedbatch._jaxpr.identity import (
     is_all_python,
     slot_names,
 )
+from jedbatch._record.closures import FUNCTIONS_OF_RULES, function_of
 from jedbatch._record.instance_arrays import PLAIN_TYPES
 from jedbatch._support.native import core
 
-MOST_PARTS = 1024  # of a container that are looked at each time
+MOST_PARTS = 256  # of a container or function that are looked at each time
+# Descriptors that read what may be assigned.
+_OF_CELLS = (vars(types.CellType)["cell_contents"],)
+_OF_FUNCTIONS = tuple([vars(types.FunctionType)[f"__{n}__"] for n in ("defaults", "kwdefaults")])
 
 
 class Holder(NamedTuple):
@@ -29,17 +35,16 @@ class Holder(NamedTuple):
 
     Attributes:
       holder: the dict, list or object.
-      slots: descriptors of the slots of an object, else None.
-      items: keys and values in turns, elements, or the contents of the slots.
+      slots: descriptors that read an object, else None.
+      items: keys and values in turns, elements, or what the descriptors read.
     """
 
     holder: Any
     slots: tuple[Any, ...] | None
     items: tuple[Any, ...]
 
-    def items_now(self) -> tuple[Any, ...]:
-        """Returns what it holds by now."""
-        return _items(self.holder, self.slots)
+
+Holders = tuple[Holder, ...]
 
 
 class Watched(NamedTuple):
@@ -47,78 +52,128 @@ class Watched(NamedTuple):
 
     container: Any
     token: str
-    holders: tuple[Holder, ...]
-
-    def is_same(self) -> bool:
-        """Returns whether everything is where it was."""
-        compiled = core()
-        if compiled is not None:
-            return compiled.hold_the_same(self.holders)
-        return all(map(_is_same, self.holders))
+    holders: Holders
 
 
-def watch(container: Any, token: str) -> Watched | None:
-    """Returns a container to be looked at; None if it may change in ways that are not seen."""
+def hold_the_same(holders: Holders) -> bool:
+    """Returns whether everything is where it was."""
+    compiled = core()
+    if compiled is not None:
+        return compiled.hold_the_same(holders)
+    return all(map(_is_same, holders))
+
+
+def holders_in(root: Any, stays: Container[int] = ()) -> Holders | None:
+    """Returns all that holds something which may change; None if there is what cannot be seen.
+
+    Args:
+      root: a container, an object or a function, not looked into if it is a function itself: only
+        what it closes over and its defaults.
+      stays: ids of what is not looked into.
+    """
     holders: list[Holder] = []
     seen: dict[int, Any] = {}
-    stack = [container]
+    stack = [root]
     while stack:
-        x = stack.pop()
-        if id(x) in seen or _stays(x):
+        x = function_of(stack.pop())
+        if id(x) in seen or id(x) in stays:
             continue
         seen[id(x)] = x
         if len(seen) > MOST_PARTS:
             return None
-        if type(x) in (tuple, frozenset):
-            stack += x
+        parts = _immutable_parts(x)
+        if parts is None and _stays(x):
             continue
-        parts = _holders(x)
         if parts is None:
-            return None
-        holders += parts
-        stack += [item for part in parts for item in part.items]
-    return Watched(container, token, tuple(holders))
+            found = _holders(x)
+            if found is None:
+                return None
+            is_root = x is root and type(x) is types.FunctionType
+            holders += [h for h in found if not is_root or type(h.holder) is types.CellType]
+            parts = [item for holder in found for item in holder.items]
+        stack += parts
+    return tuple(holders)
+
+
+def _immutable_parts(x: Any) -> list[Any] | None:
+    """The parts of what holds the same things for good; None of anything else."""
+    if type(x) in (tuple, frozenset):
+        return list(x)
+    if isinstance(x, functools.partial):
+        return [x.func, x.args, x.keywords, vars(x)]
+    if isinstance(x, types.MethodType):
+        return [x.__func__, x.__self__]
+    return None
 
 
 def _holders(x: Any) -> list[Holder] | None:
-    """What holds the parts of a dict, a list or an object; None of anything else."""
+    """What holds the parts of a dict, a list, a function or an object; None of anything else."""
     kind: Any = type(x)
-    if kind in (dict, list):
-        return [Holder(x, None, _items(x, None))]
+    if kind is dict or kind is list:
+        return [Holder(x, None, _items(x))]
+    if kind is types.FunctionType:
+        attributes = vars(x)
+        closure = [_read(cell, _OF_CELLS) for cell in x.__closure__ or ()]
+        return [
+            *filter(None, closure),
+            _read(x, _OF_FUNCTIONS),
+            Holder(attributes, None, _items(attributes)),
+        ]
+    if kind in FUNCTIONS_OF_RULES:
+        return [_of_dict(vars(x))]
     if not is_all_python(kind):
         return None
     holders = []
-    if (names := slot_names(kind)) and all(hasattr(x, name) for name in names):
-        slots = tuple([getattr(kind, name) for name in names])
-        if not all(type(slot) is types.MemberDescriptorType for slot in slots):
+    if names := slot_names(kind):
+        holder = _read(x, tuple([getattr(kind, name) for name in names]))
+        if holder is None:
             return None
-        holders.append(Holder(x, slots, _items(x, slots)))
-    elif names:
-        return None  # one may be assigned
-    if hasattr(x, "__dict__"):
-        holders.append(Holder(vars(x), None, _items(vars(x), None)))
+        holders.append(holder)
+    if (dictionary := _dictionary_of(kind)) is not None:
+        attributes = vars(x)
+        holders += (
+            Holder(x, (dictionary,), (attributes,)),
+            Holder(attributes, None, _items(attributes)),
+        )
     return holders
 
 
-def _items(holder: Any, slots: tuple[Any, ...] | None) -> tuple[Any, ...]:
-    if slots is not None:
-        return tuple([slot.__get__(holder) for slot in slots])
+def _of_dict(x: dict) -> Holder:
+    return Holder(x, None, _items(x))
+
+
+@functools.lru_cache(maxsize=512)
+def _dictionary_of(kind: type) -> Any:
+    """The descriptor that reads the dict of objects of a class; None if they have none."""
+    found = (vars(k)["__dict__"] for k in kind.__mro__ if "__dict__" in vars(k))
+    return next(found, None)
+
+
+def _read(holder: Any, slots: tuple[Any, ...]) -> Holder | None:
+    """Returns what descriptors read of an object; None if something is not assigned."""
+    try:
+        return Holder(holder, slots, tuple([slot.__get__(holder) for slot in slots]))
+    except (AttributeError, ValueError):
+        return None
+
+
+def _items(holder: Any) -> tuple[Any, ...]:
     return tuple(holder) if type(holder) is list else tuple([y for x in holder.items() for y in x])
 
 
 def _is_same(holder: Holder) -> bool:
-    try:
-        now = holder.items_now()
-    except AttributeError:  # a slot has been emptied
-        return False
-    return len(now) == len(holder.items) and all(
-        a is b for a, b in zip(now, holder.items, strict=True)
-    )
+    of, slots, items = holder
+    now = _items(of) if slots is None else (_read(of, slots) or (None, None, ()))[2]
+    return len(now) == len(items) and all(a is b for a, b in zip(now, items, strict=True))
 
 
 def _stays(x: Any) -> bool:
-    """Returns whether something cannot change: numbers, strings, arrays of JAX, functions."""
+    """Returns whether something cannot change: numbers, strings, arrays of JAX, classes."""
     kind = type(x)
-    if kind in PLAIN_TYPES or isinstance(x, (*BY_IDENTITY, jax.Array)):
+    if kind in PLAIN_TYPES or isinstance(x, jax.Array):
+        return True
+    if kind is types.FunctionType or kind in FUNCTIONS_OF_RULES:
+        return False
+    if isinstance(x, BY_IDENTITY):
         return True
     return not isinstance(x, np.ndarray) and kind.__module__.partition(".")[0] in TRUSTED

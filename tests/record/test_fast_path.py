@@ -151,6 +151,28 @@ def with_one_layer(p, h, x):
     return linear.apply(h)
 
 
+class Settings:
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __getitem__(self, _):
+        return self.factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    k: int
+
+
+def multiply(params, factors):
+    return jedbatch.cell(lambda x: x * params["b"] * factors[0])
+
+
+@jedbatch.cell
+def shifted(x, *, by):
+    return x + (by.k if isinstance(by, Choice) else by[0])
+
+
 by_keyword = jedbatch.cell(lambda p, *, state, factor, name: state[0] * factor + p[name])
 of_list = jedbatch.cell(lambda p, states: sum(a for s in states for a in parts(s)) * p["b"])
 is_of_strings = jedbatch.cell(lambda p, x, name: x * p[name])
@@ -176,6 +198,10 @@ CALLS = {
     "no value": lambda p, h, x: of_list(p, [Named(h, x), (None, (), {})][:1]),
     "a partial": lambda p, h, x: jedbatch.cell(functools.partial(combine.__wrapped__, p))(h, x),
     "a closure": captured,
+    "a closure over a list": lambda p, h, x: multiply(p, [2.0])(h),
+    "a tuple by keyword": lambda p, h, x: shifted(h, by=(1, 2.0, None)),
+    "a number of NumPy by keyword": lambda p, h, x: shifted(h, by=(np.float32(1.5),)),
+    "a frozen object by keyword": lambda p, h, x: shifted(h, by=Choice(h.ndim)),
     "results in tuples": in_tuples,
     "results in containers": in_containers,
     "values": lambda p, h, x: combine(p, h, x),
@@ -342,10 +368,6 @@ def test_buffers_are_copied_when_they_are_given():
     assert {tuple(row) for row in rows.tolist()} >= {(k, k, k) for k in range(4)}
 
 
-def multiply(params, factors):
-    return jedbatch.cell(lambda x: x * params["b"] * factors[0])
-
-
 def scale(params, factor):
     return jedbatch.cell(lambda x: x * params["b"] * factor)
 
@@ -353,7 +375,6 @@ def scale(params, factor):
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
-        (lambda p, n: multiply(p, [2.0]), "closes over a list, a dict or an object"),
         (lambda p, n: multiply(p, np.float32([2])), "closes over an array of NumPy"),
         (lambda p, n: scale(p, n), "closes over numbers that differ from call to call"),
     ],
@@ -377,3 +398,57 @@ def test_calls_with_descriptions_are_not_counted():
     plan = jedbatch.batch(lambda p, n: combine(p, X, n)).plan(P, [1.0, 2.0])
     assert plan.host.slow_calls == 0
     assert "slowly" not in str(plan)
+
+
+def twice(change):
+    """A cell that is called before and after something that it holds was changed."""
+
+    def fn(params, x):
+        things = {"list": [params["b"]] * 20, "dict": {"k": params["b"]}, "number": [1.0]}
+        things["object"], k = Settings(params["b"]), 2.0
+        inner = lambda x: x * k  # noqa: E731
+        inner.scale = 1.0
+        held = (inner, functools.partial(inner))
+
+        def total(x, *, named=held):
+            lists = things["list"][0] + things["dict"]["k"] + things["number"][0]
+            return held[0](x) + named[1](x) + lists * things["object"][0] * inner.scale
+
+        def reassign():
+            nonlocal k
+            k = 3.0
+
+        changes = {
+            "list": lambda: things["list"].__setitem__(0, params["w"][0]),
+            "dict": lambda: things["dict"].update(k=params["w"][0] * 2),
+            "number": lambda: things["number"].__setitem__(0, 5.0),
+            "object": lambda: setattr(things["object"], "factor", params["w"][1]),
+            "attributes of an object": lambda: things["object"].__dict__.update(factor=2.0),
+            "another dict": lambda: setattr(things["object"], "__dict__", {"factor": 3.0}),
+            "nonlocal": reassign,
+            "attribute of a function": lambda: setattr(inner, "scale", 4.0),
+            "nothing": lambda: None,
+        }
+        cell = jedbatch.cell(total)
+        first = cell(x)
+        changes[change]()
+        return first, cell(x)
+
+    return fn
+
+
+CHANGES = (
+    *("list", "dict", "number", "object", "attributes of an object", "another dict"),
+    *("nonlocal", "attribute of a function", "nothing"),
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_a_cell_holds_may_change_between_two_calls(change):
+    fn = twice(change)
+    params = {"w": jnp.arange(9.0).reshape(3, 3), "b": jnp.ones(3)}
+    batched = jedbatch.batch(fn)
+    for _ in range(2):
+        found, wanted = batched(params, [X, X + 1]), [fn(params, x) for x in (X, X + 1)]
+        for k in range(2):
+            np.testing.assert_allclose(found[k], np.stack([w[k] for w in wanted]), rtol=1e-6)

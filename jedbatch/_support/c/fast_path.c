@@ -33,10 +33,9 @@ typedef struct {
     PyObject *nodes, *ndarray, *same, *watched, *calls, *cells;
     PyObject *call_specs, *references, *input_group, *counter; /* Ints; how many results there are */
     PyObject *input_value, *flatten, *python; /* `flatten` a pytree by one level */
-    PyObject *contents; /* the descriptor of `cell_contents` */
     PyObject *of_ints;  /* what `numbers` has for ints, once it has it */
     /* Where slots are in objects of these classes, in bytes. */
-    Py_ssize_t trace_at, index_at, type_at, closure_at;
+    Py_ssize_t trace_at, index_at, type_at;
     Py_ssize_t result_size, weak_at; /* of objects of the class of results; where weak references are */
     Made *made;
     size_t num_made, room_made;
@@ -45,7 +44,7 @@ typedef struct {
 } FastPath;
 
 static PyTypeObject *fast_path_type;
-static PyObject *name_closure, *name_contents, *name_results, *name_id, *name_tree, *name_unit;
+static PyObject *name_results, *name_id, *name_tree, *name_unit;
 static PyObject *name_shape, *name_dtype, *name_copy, *name_symbol, *name_unflatten;
 
 /* What a call is made of, as far as it has been looked at: pairs of words, one of those below and
@@ -339,7 +338,10 @@ look_at_dict(FastPath *self, Call *call, PyObject *x, int depth)
     }
     int found = describe(call, DICT, (uintptr_t)length) < 0 ? -1 : 1;
     for (Py_ssize_t i = 0; found == 1 && i < length; i++)
-        found = describe_string(call, STRING, names[i]) < 0 ? -1 : 1; /* held from now on */
+        if (describe_string(call, STRING, names[i]) < 0)
+            found = -1;
+        else /* which is held */
+            names[i] = (PyObject *)call->held.words[call->held.count - 1];
     for (Py_ssize_t i = 0; found == 1 && i < length; i++) {
         value = PyDict_GetItemWithError(x, names[i]);
         if (value == NULL)
@@ -349,6 +351,18 @@ look_at_dict(FastPath *self, Call *call, PyObject *x, int depth)
         Py_DECREF(value);
     }
     return found;
+}
+
+/* Whether the error there is, if any, is one that the slow path explains; it is cleared then. */
+static int
+is_left_to_python(void)
+{
+    PyObject *kinds[] = {PyExc_TypeError, PyExc_ValueError, PyExc_KeyError, PyExc_AttributeError,
+                         PyExc_RecursionError, PyExc_OverflowError};
+    for (size_t i = 0; i < sizeof(kinds) / sizeof(*kinds); i++)
+        if (PyErr_Occurred() && PyErr_ExceptionMatches(kinds[i]))
+            PyErr_Clear();
+    return !PyErr_Occurred();
 }
 
 static int
@@ -391,7 +405,7 @@ look_at_node(FastPath *self, Call *call, PyObject *x, int depth)
 {
     PyObject *node = PyObject_CallFunctionObjArgs(self->flatten, x, NULL), *parts = NULL;
     if (node == NULL) {
-        PyErr_Clear(); /* the slow path says what is wrong */
+        is_left_to_python();
         return -1;
     }
     int found = -1;
@@ -399,6 +413,8 @@ look_at_node(FastPath *self, Call *call, PyObject *x, int depth)
         found = describe_object(call, IDENTITY, x) < 0 ? -1 : 1;
     else if (PyTuple_Check(node) && PyTuple_Size(node) == 2)
         parts = PySequence_Tuple(PyTuple_GetItem(node, 0));
+    if (found == -1 && parts == NULL)
+        is_left_to_python();
     PyObject *token = parts == NULL ? NULL
         : find_node(self, (PyObject *)Py_TYPE(x), PyTuple_GetItem(node, 1));
     if (token != NULL) {
@@ -478,7 +494,7 @@ holds_operand(FastPath *self, PyObject *x, int depth)
         return found == 0 ? -1 : found;
     PyObject *node = PyObject_CallFunctionObjArgs(self->flatten, x, NULL);
     if (node == NULL)
-        PyErr_Clear();
+        is_left_to_python();
     if (node == NULL || !PyTuple_Check(node) || PyTuple_Size(node) != 2) {
         int is_leaf = node == Py_None;
         Py_XDECREF(node);
@@ -486,6 +502,8 @@ holds_operand(FastPath *self, PyObject *x, int depth)
     }
     PyObject *parts = PySequence_Tuple(PyTuple_GetItem(node, 0));
     found = parts == NULL ? -1 : 0;
+    if (parts == NULL)
+        is_left_to_python();
     for (Py_ssize_t i = 0; found == 0 && i < PyTuple_Size(parts); i++)
         found = holds_operand(self, PyTuple_GetItem(parts, i), depth + 1);
     Py_XDECREF(parts);
@@ -493,9 +511,9 @@ holds_operand(FastPath *self, PyObject *x, int depth)
     return found;
 }
 
-/* Looks at the value of a keyword argument. */
+/* Looks at the value of a keyword argument that holds no operand. */
 static int
-look_at_option(FastPath *self, Call *call, PyObject *x)
+look_at_static(FastPath *self, Call *call, PyObject *x, int depth)
 {
     if (PyUnicode_CheckExact(x))
         return describe_string(call, STRING, x) < 0 ? -1 : 1;
@@ -512,10 +530,30 @@ look_at_option(FastPath *self, Call *call, PyObject *x)
         memcpy(&bits, &value, sizeof bits);
         return describe(call, FLOAT, (uintptr_t)bits) < 0 ? -1 : 1;
     }
+    if (depth > MAX_DEPTH)
+        return -1;
+    if (PyTuple_CheckExact(x)) {
+        Py_ssize_t length = PyTuple_Size(x);
+        int found = describe(call, TUPLE, (uintptr_t)length) < 0 ? -1 : 1;
+        for (Py_ssize_t i = 0; found == 1 && i < length; i++)
+            found = look_at_static(self, call, PyTuple_GetItem(x, i), depth + 1);
+        return found;
+    }
+    if (x != Py_None && !is_compared_by_identity(x))
+        return -1;
+    return describe_object(call, IDENTITY, x) < 0 ? -1 : 1;
+}
+
+/* Looks at the value of a keyword argument. */
+static int
+look_at_option(FastPath *self, Call *call, PyObject *x)
+{
+    if (PyUnicode_CheckExact(x) || PyLong_Check(x) || PyFloat_CheckExact(x))
+        return look_at_static(self, call, x, 0);
     int holds = holds_operand(self, x, 0);
-    if (holds == 0)
-        return describe_object(call, IDENTITY, x) < 0 ? -1 : 1;
-    return holds == 1 ? look_at(self, call, x, 0) : -1;
+    if (holds == 1)
+        return look_at(self, call, x, 0);
+    return holds == 0 ? look_at_static(self, call, x, 0) : -1;
 }
 
 /* Looks at keyword arguments, in the order of their names. */
@@ -540,48 +578,21 @@ look_at_options(FastPath *self, Call *call, PyObject *const *names, PyObject *co
     return found;
 }
 
-/* What a cell of a closure holds, a new reference; NULL without an error if it is not assigned. */
-static PyObject *
-contents_of(FastPath *self, PyObject *cell)
-{
-    if (self->contents == NULL)
-        self->contents = PyObject_GetAttr((PyObject *)Py_TYPE(cell), name_contents);
-    if (self->contents == NULL)
-        return NULL;
-    PyTypeObject *kind = Py_TYPE(self->contents);
-    descrgetfunc get = (descrgetfunc)PyType_GetSlot(kind, Py_tp_descr_get);
-    PyObject *x = get == NULL ? PyObject_GetAttr(cell, name_contents)
-                              : get(self->contents, cell, (PyObject *)Py_TYPE(cell));
-    if (x == NULL && PyErr_ExceptionMatches(PyExc_ValueError))
-        PyErr_Clear();
-    return x;
-}
-
-/* Looks at the function of a cell, which is known by a token as long as it closes over the same
- * things; *held, a new reference, has references to operands that it holds. */
+/* Looks at the function of a cell, which is known by a token as long as it holds the same things;
+ * *held, a new reference, has references to operands among these. */
 static int
 look_at_cell(FastPath *self, Call *call, PyObject *cell, PyObject **held)
 {
-    PyObject *known = PyDict_GetItemWithError(self->cells, cell), *closure, *contents, *token;
+    PyObject *known = PyDict_GetItemWithError(self->cells, cell);
     if (known == NULL || !PyTuple_Check(known) || PyTuple_Size(known) != 3)
         return -1;
     Py_INCREF(known);
-    contents = PyTuple_GetItem(known, 0);
-    token = PyTuple_GetItem(known, 1);
-    closure = *slot(cell, self->closure_at);
-    closure = closure == NULL ? PyObject_GetAttr(cell, name_closure) : Py_NewRef(closure);
-    Py_ssize_t length = closure == NULL ? -1 : PyTuple_Size(closure);
-    int found = length != PyTuple_Size(contents) || token == Py_None ? -1 : 1;
-    for (Py_ssize_t i = 0; found == 1 && i < length; i++) {
-        PyObject *x = contents_of(self, PyTuple_GetItem(closure, i));
-        found = x != NULL && x == PyTuple_GetItem(contents, i) ? 1 : -1;
-        Py_XDECREF(x);
-    }
+    PyObject *token = PyTuple_GetItem(known, 1);
+    int found = hold_the_same(PyTuple_GetItem(known, 0)) ? 1 : -1;
     if (found == 1)
         found = push_taken(&call->held, Py_NewRef(token)) < 0 ||
                 push_word(&call->words, (uintptr_t)token) < 0 ? -1 : 1;
     *held = Py_NewRef(PyTuple_GetItem(known, 2));
-    Py_XDECREF(closure);
     Py_DECREF(known);
     return found;
 }
@@ -1027,7 +1038,7 @@ next_instance(PyObject *object, PyObject *nothing)
     visit(kept) visit(numbers) visit(arrays) visit(nodes) visit(ndarray) visit(same)              \
     visit(watched) visit(calls) visit(cells) visit(call_specs) visit(references)                  \
     visit(input_group) visit(counter) visit(input_value) visit(flatten) visit(python)             \
-    visit(contents) visit(of_ints)
+     visit(of_ints)
 
 static int
 traverse(PyObject *object, visitproc visit, void *arg)
@@ -1112,7 +1123,6 @@ make_fast_path(PyObject *module, PyObject *args)
     if ((self->trace_at = find_slot(self->result, "_trace")) >= 0 &&
         (self->index_at = find_slot(self->result, "index")) >= 0 &&
         (self->type_at = find_slot(self->result, "type")) >= 0 &&
-        (self->closure_at = find_slot(self->cell, "closure")) >= 0 &&
         (self->result_size = number_of(self->result, "__basicsize__")) > 0 &&
         (self->weak_at = number_of(self->result, "__weakrefoffset__")) != 0 &&
         note_recorder(self->recorder) == 0) {
@@ -1151,8 +1161,6 @@ init_fast_path(PyObject *module)
 {
     (void)module;
     fast_path_type = (PyTypeObject *)PyType_FromSpec(&spec);
-    name_closure = PyUnicode_InternFromString("closure");
-    name_contents = PyUnicode_InternFromString("cell_contents");
     name_results = PyUnicode_InternFromString("results");
     name_id = PyUnicode_InternFromString("id");
     name_tree = PyUnicode_InternFromString("tree");
