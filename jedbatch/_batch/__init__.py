@@ -18,7 +18,8 @@ Read in this order:
 12. `streaming`: Streams: results of any number of instances, one by one, in bounded memory.
 13. `lane_counts`: `Batched.lane_steps`: counts of what loops and branches run that values decide
     on.
-14. `learning`: `Batched.learn`: policies learned from instances, for nodes and for lanes.
+14. `learning`: `Batched.learn`: a policy learned from the graph of some instances; nothing is
+   computed.
 15. `batched`: `Batched`: a function of many instances, made of one of one instance.
 16. `batch`: the composition of everything else.
 17. `calibrate`: The costs of batches on this machine.
