@@ -27,7 +27,6 @@ from jedbatch._control_flow.continuous import Joining, Left
 from jedbatch._record.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
 from jedbatch.serve.errors import ServerClosed
-from jedbatch.serve.garbage import Garbage
 from jedbatch.serve.requests import Request, RequestQueue
 
 AHEAD = 2  # full minibatches that are handed to the device while another one runs
@@ -123,13 +122,11 @@ class Worker:
 
     def _serve(self) -> None:
         running: collections.deque[Running] = collections.deque()
-        garbage = Garbage()
         while True:
             taken = self._queue.take(idle=not running)
             if taken.requests:
                 begun = self._begin(taken.requests)
                 running.extend([] if begun is None else [begun])
-                garbage.collect()
             while running and (len(running) > AHEAD or taken.jobs):
                 self._finish(running.popleft())
             if running and not taken.requests:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import threading
 
 import jax
@@ -123,6 +124,31 @@ def test_after_warming_nothing_is_compiled():
     for tree, result in results:
         assert_close(result, by_loop(tree), 1e-6)
     assert_close(last, by_loop(given[0], 2.0), 1e-6)
+
+
+def test_the_collector_of_garbage_is_left_alone():
+    """Python, and the process that a server is part of, say when it runs."""
+    given, collected = trees(12, seed=3), []
+
+    def note(phase, info):
+        collected.append((phase, info["generation"]))
+
+    async def scenario():
+        async with Server(jedbatch.batch(total, cache_size=4), W, max_batch=8) as server:
+            await server.warm(given)
+            gc.callbacks.append(note)
+            for tree in given:
+                await server(tree)
+            return server.metrics.minibatches
+
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1 << 30)  # so many objects that Python does nothing by itself
+    try:
+        assert run(scenario) == len(given)
+        assert not collected
+    finally:
+        gc.callbacks.remove(note)
+        gc.set_threshold(*thresholds)
 
 
 def test_requests_that_come_while_it_works_join_the_next_minibatch():
