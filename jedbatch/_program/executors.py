@@ -111,8 +111,8 @@ class Fused:
         devices = devices_of(given) if self.is_large and not finds_faults() else None
         if devices is None:
             return self.once(*given)
-        default: Any = jax.config.jax_default_device  # programs of `jax.export` bind arenas to it
-        free = self.arenas[devices or default]
+        config: Any = jax.config
+        free = self.arenas[devices or config.jax_default_device]  # where `jax.export` binds them
         try:
             arenas = free.pop()
         except IndexError:  # the first call, or others at the same time have them all
