@@ -10,19 +10,11 @@ lockstep    `jedbatch.batch(..., control_flow="lockstep")`.
 lanes       `jedbatch.batch(..., control_flow="lanes")`, if asked for by `--ways`.
 auto        `jedbatch.batch` as it is.
 
-stream      4096 instances of `loop` in minibatches of 64, from an iterator to results on the host:
-            `vmap` on minibatches that are stacked, two ahead; `jedbatch.Batched.stream` with
-            `refill=False`, where each minibatch ends with its slowest instance; and as it is.
-            The lanes that steps run, as multiples of those that are needed, are counted.
-
-But for streams, plans are made before. All run in turns in one process, each warmed up; results are
-compared with those of `vmap` before anything is timed. Milliseconds of streams are of processor
-time too, which other processes of the machine disturb less.
+Plans are made before. All run in turns in one process, each warmed up; results are compared with
+those of `vmap` before anything is timed.
 """
 
 import argparse
-import collections
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +26,6 @@ import jedbatch
 from benchmarks import common
 
 EXPERTS = 8
-PARTS = ("minibatches", "streams")
 Rows = tuple[np.ndarray, np.ndarray]
 
 
@@ -115,76 +106,6 @@ def measure(
     jax.clear_caches()
 
 
-def measure_stream(
-    table: common.Table, name: list[Any], params: Any, rows: Rows, size: int, seconds: float
-) -> None:
-    """Prints a row of a stream in minibatches of some size."""
-    instances = list(zip(*rows, strict=True))
-    cell = jedbatch.cell(steps)
-    batched = jedbatch.batch(lambda params, instance: cell(params, *instance))
-    every = common.jit(jax.vmap(steps, (None, 0, 0)))
-
-    def by_vmap() -> list[np.ndarray]:
-        running: collections.deque[jax.Array] = collections.deque()
-        found = []
-        for first in range(0, len(instances), size):
-            stacked = map(np.stack, zip(*instances[first : first + size], strict=True))
-            running.append(every(params, *stacked))
-            if len(running) > 2:
-                found.append(np.asarray(running.popleft()))
-        return [*found, *map(np.asarray, running)]
-
-    def streamed(refill: bool) -> list[np.ndarray]:
-        return list(batched.stream(params, iter(instances), batch_size=size, refill=refill))
-
-    runs = [by_vmap, lambda: streamed(False), lambda: streamed(True)]
-    expected, *others = [
-        np.concatenate([x.reshape(-1, x.shape[-1]) for x in run()]) for run in runs
-    ]
-    for found in others:
-        np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
-    before = batched.compilations
-    walls: list[list[float]] = []
-    processor: list[list[float]] = []
-    end = time.perf_counter() + seconds
-    while len(walls) < 5 or time.perf_counter() < end:
-        wall, used = [0.0] * 3, [0.0] * 3
-        for i in ((k + len(walls)) % 3 for k in range(3)):
-            start = time.perf_counter(), time.process_time()
-            runs[i]()
-            wall[i], used[i] = time.perf_counter() - start[0], time.process_time() - start[1]
-        walls.append(wall)
-        processor.append(used)
-    assert batched.compilations == before
-    times, cpu = common.Times(np.array(walls).T), common.Times(np.array(processor).T)
-    numbers = rows[0].astype(int)
-    longest = [size * numbers[k : k + size].max() for k in range(0, len(numbers), size)]
-    counts = batched.lane_steps(params, instances, batch_size=size)
-    ratios = [sum(longest) / numbers.sum(), counts.lanes / counts.needed]
-    table.row(
-        *name,
-        *(f"{1e3 * times.median(i):.0f}" for i in range(3)),
-        *(f"{1e3 * cpu.median(i):.0f}" for i in range(3)),
-        *(f"{x:.2f}" for x in ratios),
-        times.ratio(0, 2),
-        times.ratio(1, 2),
-    )
-    jax.clear_caches()
-
-
-def measure_streams(args: argparse.Namespace, count: int, size: int) -> None:
-    """Prints the table of streams."""
-    ways = ("vmap", "apart", "stream")
-    columns = [f"{way} {what}" for what in ("ms", "cpu ms") for way in ways]
-    columns += ["vmap lanes", "stream lanes"]
-    table = common.Table("", "hidden", *columns, "vmap / stream", "apart / stream")
-    for hidden in args.hidden:
-        for distribution in ("geometric", "lognormal", "equal"):
-            params, rows = loops(distribution, count, hidden)
-            name = [f"stream {distribution}", hidden]
-            measure_stream(table, name, params, rows, size, args.seconds)
-
-
 def measure_all(args: argparse.Namespace, count: int, of_experts: int) -> None:
     """Prints the table of minibatches."""
     columns = [f"{way} ms" for way in ("vmap", *args.ways)]
@@ -203,19 +124,15 @@ def main() -> None:
     parser.add_argument("--hidden", type=common.numbers, default=[64, 128], help="such as 64,128")
     parser.add_argument("--instances", type=int, default=1024, help="of `loop` (%(default)s)")
     parser.add_argument("--ways", nargs="+", default=["lockstep", "auto"], help="of jedbatch")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--seconds", type=float, default=4, help="per row (%(default)s)")
     args = parser.parse_args()
     if args.data:
         parser.error("--data: instances are always synthetic here")
-    count, of_experts, of_stream = args.instances, args.instances // 4, 4096
+    count, of_experts = args.instances, args.instances // 4
     if args.quick:
-        args.hidden, args.seconds, count, of_experts, of_stream = [8], 0.2, 64, 64, 128
+        args.hidden, args.seconds, count, of_experts = [8], 0.2, 64, 64
     print(common.machine())
-    if "minibatches" in args.parts:
-        measure_all(args, count, of_experts)
-    if "streams" in args.parts:
-        measure_streams(args, of_stream, 16 if args.quick else 64)
+    measure_all(args, count, of_experts)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,7 @@ from jedbatch._program.host_arrays import results_from, rows_on_host
 from jedbatch._program.plan import Plan
 from jedbatch._record.cell import recording
 from jedbatch._session.pipeline import run_plan
-from jedbatch._session.refilled import RefilledProgram
-from jedbatch._support.types import Array, Leaf, PyTree
+from jedbatch._support.types import Array, PyTree
 
 Item = TypeVar("Item")
 
@@ -127,48 +126,6 @@ class OneByOne:
             return jax.tree.map(_on_host, found) if static.stages else found
 
         return fetch
-
-    def refilled(
-        self, shared: tuple[Any, ...], instances: Sequence[tuple[Any, ...]], first: int, size: int
-    ) -> tuple[RefilledProgram, dict[str, np.ndarray]] | None:
-        """Returns (the program for a stream of such instances, what they bring).
-
-        None if they are to be planned: where they differ in structure, have no loops that values
-        decide on, or one of them is at fault.
-
-        Args:
-          shared: the shared arguments.
-          instances: the mapped arguments of each.
-          first: the number of the first.
-          size: instances in a minibatch.
-        """
-        batched = self.batched
-        if batched._options.plans:
-            return None
-        session, _ = batched._session(shared)
-        try:
-            with batched._planning:
-                recorded = batched._unless_decides(
-                    session, lambda read: batched._record(session, list(instances), read)
-                )
-        except Exception:  # found again where they are planned, and known whose it is
-            return None
-        if recorded is None or recorded[2]:  # it closes over values of a transformation
-            return None
-        records, arrays, *_ = recorded
-        with batched._planning:
-            program = session.refilled_program(records, size)
-        if program is None:
-            return None
-        try:
-            inputs = program.assemble(records, arrays, first)
-        except Exception:  # such as a number out of range; found again, too
-            return None
-        return None if inputs is None else (program, inputs)
-
-    def leaves(self, shared: tuple[Any, ...]) -> list[Leaf]:
-        """Returns the leaves of the shared arguments."""
-        return self.batched._session(shared)[1]
 
     def serve(
         self,

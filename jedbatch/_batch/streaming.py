@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 from jedbatch import checks
 from jedbatch._batch.ahead import END, MAX_AHEAD, in_thread, in_turn
 from jedbatch._batch.one_by_one import OneByOne, Settled, settled
-from jedbatch._batch.refilling import BegunSegment, OpenInstances, StreamLanes
 from jedbatch._record.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
 
@@ -39,7 +38,6 @@ def stream(
     batch_size: int = 64,
     ahead: int = 2,
     ordered: bool = True,
-    refill: bool = True,
 ) -> Iterator[Any]:
     """Yields the result of each of any number of instances, which are read as they are needed.
 
@@ -48,14 +46,8 @@ def stream(
     thread ends once the iterator is closed, as where a `for` loop is left, and sees JAX configured
     as it is where `stream` is called. Functions that decide on values run in it.
 
-    Loops whose length values decide on (`jax.lax.while_loop`) need not end with their minibatch,
-    where all instances have one structure and such loops, call no Python and are short, and
-    `control_flow` is not "lockstep": an instance that is done leaves its lane to one of the next
-    minibatch, and those that take long go on beside them. Fewer than two minibatches are in lanes
-    at a time. In order, results wait for an instance that takes long while up to 8 more minibatches
-    are read and computed; then it is run to its end. Where each instance has a structure of its
-    own, as trees have, the loops of a minibatch end with it. `lane_steps` with a `batch_size`
-    counts what a stream runs.
+    A minibatch ends with its slowest instance. `lane_steps` with a `batch_size` counts what loops
+    of a stream run.
 
     Args:
       batched: the batched function.
@@ -68,9 +60,6 @@ def stream(
       ordered: whether results come in the order of the instances, by themselves. If not, pairs
         `(number, result)` come as soon as results are there, with the number of the instance from
         0 on.
-      refill: whether loops may go on beside the next minibatch. If not, the results of a minibatch
-        do not wait for the next one to be read, as is needed where what is read next depends on
-        them.
 
     Returns:
       An iterator of results, pytrees of arrays of NumPy, which are read-only; random keys are
@@ -93,11 +82,9 @@ def stream(
     checks.whole("stream", "batch_size", batch_size, least=1, most=MAX_BATCH)
     checks.whole("stream", "ahead", ahead, least=0, most=MAX_AHEAD)
     checks.flag("stream", "ordered", ordered)
-    checks.flag("stream", "refill", refill)
     shared, rows = batched._arguments.streams(args)
     one_by_one = OneByOne("stream", batched, shared)
-    lanes = StreamLanes(one_by_one, shared, batch_size, ordered) if refill else None
-    minibatches = _begun(one_by_one, shared, MinibatchSource(rows, batch_size), lanes)
+    minibatches = _begun(one_by_one, shared, MinibatchSource(rows, batch_size))
     settings, of_thread = ThreadSettings(), ThreadSettings()
 
     def work() -> Any:
@@ -110,29 +97,11 @@ def stream(
 
 
 def _begun(
-    one_by_one: OneByOne,
-    shared: tuple[Any, ...],
-    source: "MinibatchSource",
-    lanes: StreamLanes | None,
-) -> Iterator[Begun | BegunSegment]:
-    """Yields minibatches as the device begins with them, by lanes as long as they fit these."""
-    count, found = 0, source.minibatch()
-    while found is not None:
-        first, instances = found
-        begun = lanes.take(first, instances) if lanes is not None else None
-        if begun is not None:
-            yield from begun
-        else:
-            yield from lanes.end(first) if lanes is not None else ()
-            lanes = None
-            yield _planned(one_by_one, shared, first, instances)
-        count = first + len(instances)
-        try:
-            found = source.minibatch()
-        except Exception:
-            yield from lanes.end(count) if lanes is not None else ()
-            raise
-    yield from lanes.end(count) if lanes is not None else ()
+    one_by_one: OneByOne, shared: tuple[Any, ...], source: "MinibatchSource"
+) -> Iterator[Begun]:
+    """Yields minibatches as the device begins with them."""
+    while (found := source.minibatch()) is not None:
+        yield _planned(one_by_one, shared, *found)
 
 
 def _planned(
@@ -175,37 +144,15 @@ class MinibatchSource:
 
 
 def _results(
-    minibatches: Iterator[Begun | BegunSegment],
-    run: Callable[[Sequence[tuple]], list[PyTree]],
-    ordered: bool,
+    minibatches: Iterator[Begun], run: Callable[[Sequence[tuple]], list[PyTree]], ordered: bool
 ) -> Iterator[Any]:
     """Yields the results of minibatches, those of some by halves (see `settled`)."""
-    lanes = OpenInstances(run)
-    following, waiting = 0, {}  # the next in order, and outcomes that wait for those before them
-    failed: tuple[int, Exception] | None = None  # out of order, the first
     try:
         for begun in minibatches:
-            if isinstance(begun, BegunSegment):
-                outcomes = lanes.settle(begun)
-            else:
-                outcomes = _of_minibatch(begun, run)
-            for number, outcome in outcomes:
-                if not ordered:
-                    if outcome.error is not None:
-                        if failed is None or number < failed[0]:
-                            failed = number, outcome.error
-                    elif failed is None or number < failed[0]:
-                        yield number, outcome.result
-                    continue
-                waiting[number] = outcome
-                while following in waiting:
-                    result, error = waiting.pop(following)
-                    if error is not None:
-                        raise _noted(following, error)
-                    following += 1
-                    yield result
-            if failed is not None and not lanes.any_before(failed[0]):
-                raise _noted(*failed)
+            for number, (result, error) in _of_minibatch(begun, run):
+                if error is not None:
+                    raise _noted(number, error)
+                yield result if ordered else (number, result)
     finally:
         minibatches.close()  # type: ignore[attr-defined]
 

@@ -53,25 +53,23 @@ Read in this order:
 33. `lane_policies`: Policies for lanes: which block runs next, where each lane is at its own place
    of a program.
 34. `program_counters`: A machine for lanes that are at different places of a program.
-35. `lane_segments`: Lanes that go on where they were: a machine of program counters, run in
-   segments.
-36. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+35. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-37. `branch_residuals`: Residuals of branches, without those that are there anyway.
-38. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+36. `branch_residuals`: Residuals of branches, without those that are there anyway.
+37. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-39. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+38. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-40. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+39. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-41. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+40. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-42. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+41. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-43. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-44. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-45. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+42. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+43. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+44. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-46. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+45. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
 """

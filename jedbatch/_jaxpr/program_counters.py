@@ -86,18 +86,6 @@ class LaneRule:
     nests: bool = True
 
 
-class Leave(NamedTuple):
-    """When lanes are left where they are: once few are left, and none of these has to end.
-
-    Attributes:
-      few: int32[], how many.
-      must_end: bool[N], which have to come to the end.
-    """
-
-    few: Array
-    must_end: Array
-
-
 class _LaneState(NamedTuple):
     """The state that a step changes; `B` blocks and `N` lanes."""
 
@@ -106,7 +94,6 @@ class _LaneState(NamedTuple):
     head: Array  # [B], the place of the first
     count: Array  # [B], how many wait
     tally: Array | None  # int32[steps, 3]: how often each ran, its lanes, those needed; or None
-    at: Array | None  # [N], the block that each lane is at; None where all run to the end
     choice: Array  # the number of the next step; that of all steps where no lane is left
 
 
@@ -192,12 +179,12 @@ def pays(
 ) -> bool:
     """Returns whether a program is expected to run faster than in lock step; as in `run_lanes`."""
     found: list[BlockProgram] = []
-    jax.eval_shape(lambda *args: found.append(cut_for(program, args, in_batched)), *args)
+    jax.eval_shape(lambda *args: found.append(_cut_for(program, args, in_batched)), *args)
     works = [block.work for block in found[0].blocks[1:-1]]
     return len(works) > 1 and size * max(works) >= rule.nest_work * rule.step_work
 
 
-def cut_for(program: Any, args: Sequence[Array], in_batched: Sequence[bool]) -> BlockProgram:
+def _cut_for(program: Any, args: Sequence[Array], in_batched: Sequence[bool]) -> BlockProgram:
     """Returns a program cut into blocks; arguments as in `run_lanes`."""
     given = [
         Slot(x.shape[1:], x.dtype) if batched else x
@@ -243,25 +230,26 @@ def _run(
 ) -> list[Array]:
     """Runs a program for the lanes that exist; results of others are anything."""
     size = len(exists)
-    blocks = cut_for(program, args, in_batched)
+    blocks = _cut_for(program, args, in_batched)
     of_lanes = itertools.compress(args, in_batched)
     registers = {
-        slot: to_stored(x, kind_of(slot)) for slot, x in zip(blocks.operands, of_lanes, strict=True)
+        slot: to_stored(x, _kind_of(slot))
+        for slot, x in zip(blocks.operands, of_lanes, strict=True)
     }
     for slot in blocks.registers:
         if slot not in registers:
-            shape, dtype = stored(kind_of(slot))
+            shape, dtype = stored(_kind_of(slot))
             registers[slot] = jnp.zeros((size, *shape), dtype)
     # All lanes run the first block together, and the last one, where all of them end.
     first, last = blocks.blocks[0], blocks.blocks[-1]
-    registers, after = run_alone(first, registers, size)
+    registers, after = _run_alone(first, registers, size)
     if last is not first:
-        registers, _ = until_last(blocks, registers, after, exists, rule)
-        registers, _ = run_alone(last, registers, size)
-    return results_in(blocks, registers, size)
+        registers = _until_last(blocks, registers, after, exists, rule)
+        registers, _ = _run_alone(last, registers, size)
+    return _results_in(blocks, registers, size)
 
 
-def run_alone(block: BasicBlock, registers: Registers, size: int) -> tuple[Registers, Array]:
+def _run_alone(block: BasicBlock, registers: Registers, size: int) -> tuple[Registers, Array]:
     """Runs a block that writes no rows of arrays for all lanes.
 
     Returns:
@@ -272,7 +260,7 @@ def run_alone(block: BasicBlock, registers: Registers, size: int) -> tuple[Regis
     return registers | _as_stored(block, outs), after
 
 
-def results_in(program: BlockProgram, registers: Registers, size: int) -> list[Array]:
+def _results_in(program: BlockProgram, registers: Registers, size: int) -> list[Array]:
     """Returns the results [N, ...] of lanes that are at the end."""
     return [
         _all(registers, x) if isinstance(x, Slot) else jnp.broadcast_to(x, (size, *jnp.shape(x)))
@@ -280,15 +268,14 @@ def results_in(program: BlockProgram, registers: Registers, size: int) -> list[A
     ]
 
 
-def until_last(
+def _until_last(
     program: BlockProgram,
     registers: Registers,
     after: Array,
     exists: Array,
     rule: LaneRule,
-    leave: Leave | None = None,
-) -> tuple[Registers, Array]:
-    """Runs lanes until all have come to the last block, or are left on the way.
+) -> Registers:
+    """Runs lanes until all have come to the last block; returns the registers.
 
     Args:
       program: cut into blocks.
@@ -296,26 +283,20 @@ def until_last(
       after: int32[N], the block that each is at.
       exists: bool[N], whether there is one.
       rule: how they run.
-      leave: when they are left; None for never.
-
-    Returns:
-      (the registers, int32[N] the block that each is at).
     """
     size = len(after)
     between = program.blocks[1:-1]
     blocks = lane_blocks(program, size, rule.step_work)
     steps = list(zip(blocks.block, blocks.width, strict=True))
-    end = len(program.blocks) - 1
-    choose = _chooser(blocks, rule.policy, leave, end)
+    choose = _chooser(blocks, rule.policy)
     arrived = _Arrived(after - 1, exists, len(between))
     none = jnp.zeros(len(between), jnp.int32)
     queue = jnp.zeros((len(between), size), jnp.int32)
     queue, count = arrived.put(jnp.arange(size, dtype=jnp.int32), queue, none, none)
-    read = [x for x in registers if any(touches(block, x) for block in between)]
+    read = [x for x in registers if any(_touches(block, x) for block in between)]
     tally = jnp.zeros((len(steps), 3), jnp.int32) if is_counting() else None
-    at = None if leave is None else jnp.where(exists, after, end)
     state = _LaneState(
-        {x: registers[x] for x in read}, queue, none, count, tally, at, choose(count, at)
+        {x: registers[x] for x in read}, queue, none, count, tally, choose(count)
     )
     bodies = [
         functools.partial(_step, between[b], width, choose, size, rule, number)
@@ -353,23 +334,18 @@ def until_last(
     if state.tally is not None:
         parts = [(between[b].number, between[b].work, width) for b, width in steps]
         tell("block", parts, state.tally)
-    return registers | state.registers, jnp.full(size, end) if state.at is None else state.at
+    return registers | state.registers
 
 
-def _chooser(
-    blocks: LaneBlocks, policy: LanePolicy, leave: Leave | None, end: int
-) -> Callable[[Array, Array | None], Array]:
-    """Returns a function to the number of a step, or of steps where lanes end or are left.
+def _chooser(blocks: LaneBlocks, policy: LanePolicy) -> Callable[[Array], Array]:
+    """Returns a function from how many lanes wait at each block to the number of a step.
 
-    It is given how many lanes wait at each block, and at which each is, if they may be left;
-    `end` is the last one.
+    It is that of all steps where no lane is left.
     """
     every = len(blocks.block)
 
-    def choose(count: Array, at: Array | None) -> Array:
+    def choose(count: Array) -> Array:
         is_left = count.sum() > 0
-        if leave is not None:
-            is_left = (count.sum() > leave.few) | (leave.must_end & (at != end)).any()
         if every == 1:
             return jnp.where(is_left, 0, 1).astype(jnp.int32)
         step = next_step(policy, LaneFrontier(blocks, count))
@@ -395,11 +371,11 @@ def _step(
     exists = place < taken
     lanes = state.queue[here, (head + jnp.minimum(place, taken - 1)) % size]
     written = jnp.where(exists, lanes, size)
-    values = {x: from_stored(state.registers[x][lanes], kind_of(x)) for x in block.inputs}
+    values = {x: from_stored(state.registers[x][lanes], _kind_of(x)) for x in block.inputs}
     for access in block.reads:
         index = values[access.index] if isinstance(access.index, Slot) else access.index
         row = state.registers[access.array][lanes, index]
-        values[access.row] = from_stored(row, kind_of(access.row))
+        values[access.row] = from_stored(row, _kind_of(access.row))
     if block.repeats and rule.nests:
         full = jnp.minimum(width, state.count.sum())
         outs, after, ran = _repeated(block, values, exists, full, rule.step_work)
@@ -411,15 +387,14 @@ def _step(
     for slot, kept in _as_stored(block, outs).items():
         registers[slot] = registers[slot].at[written].set(kept, mode="drop", unique_indices=True)
     for access, (index, row) in zip(block.writes, writes, strict=True):
-        array, kept = access.array, to_stored(row, kind_of(access.row))
+        array, kept = access.array, to_stored(row, _kind_of(access.row))
         registers[array] = registers[array].at[written, index].set(kept, mode="drop")
     head = state.head.at[here].set((head + taken) % size)
     count = state.count.at[here].add(-taken)
     arrived = _Arrived(after - 1, exists, len(state.count))
     queue, count = arrived.put(lanes, state.queue, head, count)
     tally = None if state.tally is None else state.tally.at[number].add(ran)
-    at = None if state.at is None else state.at.at[written].set(after, mode="drop")
-    return _LaneState(registers, queue, head, count, tally, at, choose(count, at))
+    return _LaneState(registers, queue, head, count, tally, choose(count))
 
 
 def _counts(trips: Any, width: int, needed: Array) -> Array:
@@ -450,9 +425,9 @@ def _repeated(
     width = len(exists)
     fixed = {x: y for x, y in values.items() if x not in block.outputs}
     start = [
-        values[x] if x in values else from_stored(jnp.zeros((width, *kept), dtype), kind_of(x))
+        values[x] if x in values else from_stored(jnp.zeros((width, *kept), dtype), _kind_of(x))
         for x in block.outputs
-        for kept, dtype in [stored(kind_of(x))]
+        for kept, dtype in [stored(_kind_of(x))]
     ]
 
     def trip(state: Any) -> Any:
@@ -517,21 +492,21 @@ def _over_lanes(
     return found
 
 
-def touches(block: BasicBlock, slot: Slot) -> bool:
+def _touches(block: BasicBlock, slot: Slot) -> bool:
     """Returns whether a block reads or writes a register, or rows of it."""
     rows = [x.array for x in (*block.reads, *block.writes)]
     return slot in block.inputs or slot in block.outputs or slot in rows
 
 
 def _as_stored(block: BasicBlock, outs: Sequence[Array]) -> Registers:
-    return {x: to_stored(y, kind_of(x)) for x, y in zip(block.outputs, outs, strict=True)}
+    return {x: to_stored(y, _kind_of(x)) for x, y in zip(block.outputs, outs, strict=True)}
 
 
 def _all(registers: Registers, slot: Slot) -> Array:
-    return from_stored(registers[slot], kind_of(slot))
+    return from_stored(registers[slot], _kind_of(slot))
 
 
-def kind_of(slot: Slot) -> ValueType:
+def _kind_of(slot: Slot) -> ValueType:
     """Returns the shape and dtype of the values of a register."""
     return ValueType(slot.shape, slot.dtype)
 

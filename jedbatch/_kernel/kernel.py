@@ -245,23 +245,8 @@ class Kernel:
         """
         with program_of(self.node_type, self.forms, self.counter):
             body = self._over_lanes(branches, like_last is not None)
-            return self._bounded(consts, operands, body, like_last)
-
-    def forward_alone(
-        self, consts: Sequence[Array], operands: Sequence[Array]
-    ) -> tuple[list[Array], list[Array]]:
-        """Does as `forward_bounded`, by loops and branches that are those of one lane."""
-        return self._bounded(consts, operands, self.body)
-
-    def _bounded(
-        self,
-        consts: Sequence[Array],
-        operands: Sequence[Array],
-        body: Sequence[Equation],
-        like_last: Array | None = None,
-    ) -> tuple[list[Array], list[Array]]:
-        results, env = self.evaluate(consts, operands, {}, body, like_last)
-        return results, [value_of(v, env) for v in self._outvars[len(results) :]]
+            results, env = self.evaluate(consts, operands, {}, body, like_last)
+            return results, [value_of(v, env) for v in self._outvars[len(results) :]]
 
     @functools.cached_property
     def kinds(self) -> tuple[Kind, ...]:

@@ -10,7 +10,7 @@ from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
 
 from jedbatch._graph.record import Record
-from jedbatch._graph.structures import Structure, Structures
+from jedbatch._graph.structures import Structures
 from jedbatch._graph.types import NodeType
 from jedbatch._jaxpr.lane_policies import LanePolicy, least_loss
 from jedbatch._jaxpr.lane_steps import LaneForms
@@ -31,7 +31,6 @@ from jedbatch._session.mapped import MappedProgram, places_of
 from jedbatch._session.options import Options
 from jedbatch._session.program_cache import MAX_PROGRAMS, ProgramCache
 from jedbatch._session.record_cache import RecordCache
-from jedbatch._session.refilled import RefilledProgram
 from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.types import Array
 
@@ -60,7 +59,6 @@ class Session:
       mapped: programs for rows of arrays, by the record of an instance and where its arrays are.
       mapped_again: these, by what decides the record (see `mapped_key`).
       projections: cut nodes in two, in plans of values alone; None where no node is to be cut.
-      refilled: programs for streams, by the structure of an instance and the size of minibatches.
       paths: of functions that decide on values, what is known of instances (see
         `_control_flow.known_paths`).
       followed: of types of nodes the operands that each result has a derivative by, if asked.
@@ -85,9 +83,6 @@ class Session:
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
     projections: Projections | None = None
-    refilled: dict[tuple[Structure, int], RefilledProgram] = field(
-        default_factory=lambda: Memory(MAX_PROGRAMS)
-    )
     paths: Memory = field(default_factory=lambda: Memory(0))
     followed: dict[int, list[Sources]] = field(default_factory=dict)
     of_thread: threading.local = field(default_factory=threading.local)
@@ -179,22 +174,6 @@ class Session:
         if program is None:
             program = self.mapped[record, places] = MappedProgram(record, self.programs, places)
         return program if program.takes(instances.arrays) else None
-
-    def refilled_program(self, records: Sequence[Record], size: int) -> RefilledProgram | None:
-        """Returns the program for a stream; None if its minibatches are better planned.
-
-        Args:
-          records: of some instances.
-          size: instances in a minibatch.
-        """
-        structures = self.structures.of(records, 2)  # those known count apart from their digest
-        if structures is None or len(set(structures)) > 1:
-            return None
-        key = structures[0], size
-        program = self.refilled.get(key)
-        if program is None:
-            program = self.refilled[key] = RefilledProgram(structures[0], self.programs, size)
-        return program if program.shape is not None else None
 
     def note_types(self) -> None:
         """Notes how many node types and regions there are when a minibatch is planned."""

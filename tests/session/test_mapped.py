@@ -396,7 +396,7 @@ def test_parts_of_one_device_are_planned(differs):
 
 
 def test_the_default_executor_by_its_name_is_the_default():
-    """Rows are mapped, not planned, and streams are refilled, whether or not it is named."""
+    """Rows are mapped, not planned, whether or not it is named."""
     found = []
     for executor in (None, "fused"):
         batched = jedbatch.batch(with_cells, executor=executor)
