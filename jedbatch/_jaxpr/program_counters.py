@@ -295,9 +295,7 @@ def _until_last(
     queue, count = arrived.put(jnp.arange(size, dtype=jnp.int32), queue, none, none)
     read = [x for x in registers if any(_touches(block, x) for block in between)]
     tally = jnp.zeros((len(steps), 3), jnp.int32) if is_counting() else None
-    state = _LaneState(
-        {x: registers[x] for x in read}, queue, none, count, tally, choose(count)
-    )
+    state = _LaneState({x: registers[x] for x in read}, queue, none, count, tally, choose(count))
     bodies = [
         functools.partial(_step, between[b], width, choose, size, rule, number)
         for number, (b, width) in enumerate(steps)
