@@ -2,9 +2,9 @@
 
 A call starts in less than a microsecond and compiles in no time, where XLA compiles each of its own
 operations by itself, in some 4 ms. Programs have them where the core is there (`_support.native`);
-elsewhere operations of XLA take their place, on other devices, and in exported programs, which
-other processes run, unless `calls_in_exports` says that these have the core. Compiled programs that
-are stored need this module where they are loaded.
+elsewhere operations of XLA take their place, on other devices, for numbers of less than a byte, and
+in exported programs, which other processes run, unless `calls_in_exports` says that these have the
+core. Compiled programs that are stored need this module where they are loaded.
 
 Source: `jax.ffi`.
 """
@@ -17,10 +17,13 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jedbatch._support import native
+from jedbatch._support.types import Dtype
 
 
 class _Exports(threading.local):
@@ -60,6 +63,18 @@ def _register(core: ModuleType) -> frozenset[str]:
     return frozenset(calls)
 
 
+@functools.cache
+def has_whole_bytes(dtype: Dtype) -> bool:
+    """Returns whether each number of a dtype has bytes of its own, so that rows can be copied.
+
+    XLA packs several numbers of 1, 2, 4 or 6 bits into a byte.
+    """
+    if not isinstance(dtype, np.dtype) or dtype.isbuiltin == 1:  # keys, and NumPy's own
+        return isinstance(dtype, np.dtype)
+    info = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return dtype == jnp.bfloat16 or info(dtype).bits == 8
+
+
 def register_lowering(
     primitive: Primitive,
     name: str,
@@ -83,6 +98,8 @@ def register_lowering(
         is_exported = ctx.module_context.lowering_parameters.for_export
         core = native.core() if not is_exported or _exports.have_calls else None
         if core is None or name not in _register(core) or not is_wanted(**params):
+            return otherwise(ctx, *operands, **params)
+        if not all(has_whole_bytes(x.dtype) for x in (*ctx.avals_in, *ctx.avals_out)):
             return otherwise(ctx, *operands, **params)
         given = attributes(**params)
         rule = jax.ffi.ffi_lowering(

@@ -112,7 +112,7 @@ item_size(int dtype)
         return 8;
     case 18: /* complex128 */
         return 16;
-    default: /* bool, int8, uint8, and all others that are passed (see `_program/rows.py`) */
+    default: /* bool, int8, uint8, float8 (see `has_whole_bytes` in `_jaxpr/native_calls.py`) */
         return 1;
     }
 }
