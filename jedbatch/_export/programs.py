@@ -68,6 +68,11 @@ def serialized(exported: Any) -> bytes:
         return bytes(exported.serialize())
     except ImportError as error:
         raise ImportError(NEEDS_FLATBUFFERS) from error
+    except KeyError as error:  # a dtype
+        raise TypeError(
+            f"`export` got values of dtype {error.args[0]}, which files of JAX do not have; "
+            "expected others. Write `x.astype(jnp.int8)` where they go from one cell to the next."
+        ) from None
 
 
 def digest_of_layout(form: TableLayout) -> str:

@@ -43,7 +43,7 @@ def save(
       inputs: the value type and the rows of each.
     """
     for _, rows in inputs:
-        if rows.dtype.kind not in "biufc":
+        if rows.dtype.kind not in "biufc" or rows.dtype.isbuiltin == 2:  # not NumPy's
             raise TypeError(
                 f"`Graph.save` got inputs of dtype {rows.dtype}; expected numbers that NumPy knows "
                 "by itself. Store them as float32 or as integers, and convert them in the cells."

@@ -30,46 +30,48 @@ Read in this order:
 19. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
 20. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
-21. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
+21. `monoids`: Reductions as monoids: what joins two values, and the identity, which changes no
+   value.
+22. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-22. `list_order`: Operations along a list for which the order of its elements counts, where there is
+23. `list_order`: Operations along a list for which the order of its elements counts, where there is
    room for more.
-23. `list_expressions`: Expressions of programs of lists of any length.
-24. `list_values`: The values of a program of a list, as what they are for lists of any length (see
+24. `list_expressions`: Expressions of programs of lists of any length.
+25. `list_values`: The values of a program of a list, as what they are for lists of any length (see
    `rolling`).
-25. `list_positions`: Positions in lists of any length: of all elements, of elements in order, and
+26. `list_positions`: Positions in lists of any length: of all elements, of elements in order, and
    rows at some.
-26. `rolling`: Programs of a list of values as programs of lists of any length.
-27. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+27. `rolling`: Programs of a list of values as programs of lists of any length.
+28. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-28. `trip_counts`: Trip counts of loops, as far as their programs say.
-29. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+29. `trip_counts`: Trip counts of loops, as far as their programs say.
+30. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-30. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+31. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
-31. `registers`: Basic blocks, and the registers of values that live between them.
-32. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+32. `registers`: Basic blocks, and the registers of values that live between them.
+33. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-33. `lane_policies`: Policies for lanes: which block runs next, where each lane is at its own place
+34. `lane_policies`: Policies for lanes: which block runs next, where each lane is at its own place
    of a program.
-34. `program_counters`: A machine for lanes that are at different places of a program.
-35. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+35. `program_counters`: A machine for lanes that are at different places of a program.
+36. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-36. `branch_residuals`: Residuals of branches, without those that are there anyway.
-37. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+37. `branch_residuals`: Residuals of branches, without those that are there anyway.
+38. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-38. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+39. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-39. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+40. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-40. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+41. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-41. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+42. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-42. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-43. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-44. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+43. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+44. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+45. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-45. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+46. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
 """

@@ -13,11 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jedbatch._jaxpr.list_reductions import FUNCTIONS, flags_of_rows
+from jedbatch._jaxpr.list_reductions import filled, flags_of_rows
+from jedbatch._jaxpr.monoids import CUMULATIVE, MONOIDS, PLACES
 from jedbatch._support.types import Array, Dtype
 
-PLACES = {"argmax": "max", "argmin": "min"}
-CUMULATIVE = {"cumsum": "add", "cumprod": "mul", "cummax": "max", "cummin": "min"}
 ALONG_LISTS = frozenset({*PLACES, *CUMULATIVE, "sort", "rev"})
 
 
@@ -58,23 +57,22 @@ def along_list(
         return jnp.moveaxis(_like_the_first(made.reshape(parts.shape), exists), 1, axis + 1)
 
     def of_rows(x: Array, exists: Array) -> Array:
-        there = jnp.broadcast_to(flags_of_rows(exists, x), x.shape)
         if name == "sort":
+            other = jnp.broadcast_to(flags_of_rows(~exists, x), x.shape)
             order = {"is_stable": params["is_stable"], "num_keys": 2}
-            return lax.sort((~there, x), dimension=0, **order)[1]
+            return lax.sort((other, x), dimension=0, **order)[1]
         if name == "rev":
             return _reversed(x, exists)
-        reduction = PLACES.get(name) or CUMULATIVE[name]
-        filled = jnp.where(there, x, jnp.asarray(FUNCTIONS[reduction][2](x.dtype), x.dtype))
+        x = filled(MONOIDS[name], x, exists)
         if name in PLACES:
             place_of: Any = getattr(lax, name)
-            return place_of(filled, 0, params["index_dtype"])
+            return place_of(x, 0, params["index_dtype"])
         cumulate: Any = getattr(lax, name)
         if not params["reverse"]:
-            return cumulate(filled, axis=0)
+            return cumulate(x, axis=0)
         # From the last that exists on: how equal extremes share a derivative depends on the number
         # of rows before them.
-        return _reversed(cumulate(_reversed(filled, exists), axis=0), exists)
+        return _reversed(cumulate(_reversed(x, exists), axis=0), exists)
 
     return run
 
@@ -118,11 +116,9 @@ def in_order(
         return _like_the_first(lax.sort((other, *values), dimension=0, **order)[result + 1], exists)
 
     def first(values: Sequence[Array], exists: Array) -> Array:
-        (x,) = values
         # Of equal ones those that come first are taken, which exist.
-        lowest = jnp.asarray(FUNCTIONS["max"][2](x.dtype), x.dtype)
-        filled = jnp.where(flags_of_rows(exists, x), x, lowest)
-        found = lax.top_k(jnp.moveaxis(filled, 0, -1), params["k"])[result]
+        x = filled(MONOIDS[name], values[0], exists)
+        found = lax.top_k(jnp.moveaxis(x, 0, -1), params["k"])[result]
         return jnp.moveaxis(found, -1, params["axis"])
 
     return sort if name == "sort" else first
@@ -147,25 +143,12 @@ def rows_at(
         if mode == lax.GatherScatterMode.FILL_OR_DROP:
             there = (places >= 0) & (places <= last.astype(places.dtype))
             there = there.reshape(*there.shape, *[1] * (found.ndim - there.ndim))
-            found = jnp.where(there, found, jnp.asarray(_filling(fill, found.dtype), found.dtype))
+            found = jnp.where(there, found, jnp.asarray(fill, found.dtype))
         if batch is None:
             return _like_the_first(found, exists)
         return jnp.moveaxis(found, tuple(range(places.ndim)), batch)
 
     return run
-
-
-def _filling(fill: Any, dtype: Dtype) -> Any:
-    """Returns the value that JAX reads where there is nothing."""
-    if fill is not None:
-        return fill
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return np.nan
-    if dtype == np.bool_:
-        return True
-    return (
-        jnp.iinfo(dtype).min if jnp.issubdtype(dtype, jnp.signedinteger) else jnp.iinfo(dtype).max
-    )
 
 
 def row_at(axis: int, sizes: Sequence[int]) -> Callable[[Sequence[Array], Array], Array]:

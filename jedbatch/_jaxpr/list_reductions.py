@@ -4,8 +4,7 @@ Elements that do not exist may hold anything. They change neither results nor de
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -13,39 +12,11 @@ import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._support.types import Array, Dtype
-
-
-def _lowest(dtype: Dtype) -> Any:
-    return _extremes(dtype)[0]
-
-
-def _highest(dtype: Dtype) -> Any:
-    return _extremes(dtype)[1]
-
-
-def _extremes(dtype: Dtype) -> tuple[Any, Any]:
-    """(the lowest value, the highest)."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -jnp.inf, jnp.inf
-    if jnp.issubdtype(dtype, jnp.integer):
-        info = jnp.iinfo(dtype)
-        return np.array(info.min, dtype), np.array(info.max, dtype)
-    return False, True
-
+from jedbatch._jaxpr.monoids import JOINED_BY, identity_of
+from jedbatch._support.types import Array
 
 MAX_UNROLLED = 64  # steps of a chain that are compiled one by one
 MAX_SUMMED_ONE_BY_ONE = 8  # rows
-
-# Of two values, of the rows of an array, and what changes nothing, by dtype.
-FUNCTIONS: dict[str, tuple[Callable, Callable, Callable]] = {
-    "add": (lax.add, jnp.sum, lambda dtype: 0),
-    "max": (lax.max, jnp.max, _lowest),
-    "min": (lax.min, jnp.min, _highest),
-    "mul": (lax.mul, jnp.prod, lambda dtype: 1),
-    "and": (lax.bitwise_and, jnp.all, lambda dtype: True),
-    "or": (lax.bitwise_or, jnp.any, lambda dtype: False),
-}
 
 
 def flags_of_rows(exists: Array, x: Array) -> Array:
@@ -60,11 +31,19 @@ def without_others(x: Array, exists: Array) -> Array:
     return jnp.where(flags_of_rows(exists, x), x, lax.stop_gradient(x))
 
 
+def filled(op: str, x: Array, exists: Array) -> Array:
+    """x, with what changes nothing in the rows that do not exist."""
+    return jnp.where(flags_of_rows(exists, x), x, identity_of(op, x.dtype))
+
+
+def _reduced_rows(op: str, axes: tuple[int, ...], x: Array, exists: Array) -> Array:
+    return lax.reduce(filled(op, x, exists), identity_of(op, x.dtype), JOINED_BY[op], axes)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _extreme(op: str, axes: tuple[int, ...], x: Array, exists: Array) -> Array:
     """The maximum or minimum of the rows that exist, over some axes, of which one is that."""
-    _, reduce, neutral = FUNCTIONS[op]
-    return reduce(jnp.where(flags_of_rows(exists, x), x, neutral(x.dtype)), axis=axes)
+    return _reduced_rows(op, axes, x, exists)
 
 
 @_extreme.defjvp
@@ -102,8 +81,7 @@ def reduced(
     """The reduction of the elements that exist, after a base (see `Expression.reduction`)."""
     op, rows, axes = reduction
     all_axes = (0, *(axis + 1 for axis in axes))
-    join, reduce, neutral = FUNCTIONS[op]
-    x, *base = values
+    join, (x, *base) = JOINED_BY[op], values
     if rows and op in ("max", "min") and has_gradient(x.dtype):
         total = _extreme(op, all_axes, x, exists)
         return join(*base, total) if base else total
@@ -111,8 +89,7 @@ def reduced(
         total = _sum_of_few(x, exists)
         return join(*base, total) if base else total
     if rows or op == "add":
-        total = reduce(jnp.where(flags_of_rows(exists, x), x, neutral(x.dtype)), axis=all_axes)
-        total = total.astype(x.dtype)  # of small integers it is wider
+        total = _reduced_rows(op, all_axes, x, exists)
         return join(*base, total) if base else total
     total, begin = (base[0], 0) if base else (x[0], 1)
 

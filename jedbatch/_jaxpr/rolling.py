@@ -37,25 +37,17 @@ from jedbatch._jaxpr.known_functions import known_function
 from jedbatch._jaxpr.list_expressions import LENGTHS, Expression, Expressions
 from jedbatch._jaxpr.list_order import (
     ALONG_LISTS,
-    PLACES,
     along_list,
     axes_of,
     row_at,
 )
 from jedbatch._jaxpr.list_positions import all_positions, in_order, rows_at
 from jedbatch._jaxpr.list_values import CannotRollError, Chain, Element, Single, StackedElements
+from jedbatch._jaxpr.monoids import JOINED_BY, PLACES, REDUCTIONS
 from jedbatch._jaxpr.versions import ClosedProgram, Equation
 from jedbatch._support.types import Array
 
-REDUCTIONS = {
-    "reduce_sum": "add",
-    "reduce_max": "max",
-    "reduce_min": "min",
-    "reduce_prod": "mul",
-    "reduce_and": "and",
-    "reduce_or": "or",
-}
-CHAINS = {x: x for x in ("add", "mul", "max", "min", "and", "or")} | {"add_any": "add"}
+CHAINS = {x: x for x in JOINED_BY} | {"add_any": "add"}  # by operation
 
 
 class Roller:
@@ -389,8 +381,6 @@ class Roller:
                 is_left = name in PLACES and others[0] < axis
                 return StackedElements(index, axis - is_left, each)
         x = self.expressions.all[index]
-        if name in ("cummax", "cummin") and jnp.issubdtype(x.dtype, jnp.complexfloating):
-            raise CannotRollError(f"`{name}` of complex numbers")
         whole = along_list(name, params, axis if each else None)
         key = "along the list", eqn.primitive, self.expressions.key_of(params), axis, each
         is_place = name in PLACES

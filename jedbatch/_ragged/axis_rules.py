@@ -8,15 +8,14 @@ weights is row-wise along the rows, a softmax over features is, a sum over rows 
 
 import jax
 
+from jedbatch._jaxpr import monoids
 from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS, inner_programs, names_in
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import Equation, without_consts
 
-REDUCTIONS = names_in(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin"
-)
-CUMULATIVE_OPERATIONS = names_in("cumsum cumprod cummax cummin cumlogsumexp")
-WINDOWS = names_in("reduce_window_sum reduce_window_max reduce_window_min")
+REDUCTIONS = frozenset({*monoids.REDUCTIONS, *monoids.PLACES})
+CUMULATIVE_OPERATIONS = frozenset({*monoids.CUMULATIVE, "cumlogsumexp"})
+WINDOWS = frozenset(monoids.WINDOWS)
 # The same elements in another shape or precision.
 VIEWS = names_in("broadcast_in_dim convert_element_type copy expand_dims reshape squeeze transpose")
 LOOK_UPS = names_in("slice dynamic_slice gather")

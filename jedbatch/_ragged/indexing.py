@@ -23,14 +23,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._ragged.axis_rules import SCATTERS
-from jedbatch._support.types import Array, Dtype
+from jedbatch._support.types import Array
 
 Mode = lax.GatherScatterMode
 
@@ -107,22 +106,6 @@ def clipped(start: Array, last: Array) -> Array:
 
 def _is_one(size: Any) -> bool:
     return type(size) is int and size == 1
-
-
-def fill_value_of(eqn: Equation) -> Any:
-    """Returns what a gather gives for an index that is out of bounds."""
-    fill, dtype = eqn.params["fill_value"], eqn.outvars[0].aval.dtype
-    return default_fill(dtype) if fill is None else fill
-
-
-def default_fill(dtype: Dtype) -> Any:
-    """Returns what JAX fills in for an index that is out of bounds, for want of another value."""
-    if jnp.issubdtype(dtype, jnp.inexact):
-        return np.nan
-    if dtype == np.bool_:
-        return True
-    info = jnp.iinfo(dtype)
-    return info.min if jnp.issubdtype(dtype, jnp.signedinteger) else info.max
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.gates import Gates, has_finite_derivatives
 from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS
+from jedbatch._jaxpr.monoids import MONOIDS, identity_of
 from jedbatch._jaxpr.symbolic_dims import (
     extent_at,
     is_ragged,
@@ -41,7 +41,6 @@ from jedbatch._ragged.indexing import (
     as_int32,
     clipped,
     clips_well,
-    fill_value_of,
     without_unwritten,
 )
 from jedbatch._ragged.padded_loops import LOOPS, Known, note_extent, runs_inside
@@ -49,7 +48,7 @@ from jedbatch._ragged.row_rules import bind_rows, look_up, substituted
 from jedbatch._ragged.singular import SINGULAR, positions, without_poles
 from jedbatch._ragged.softmax import NO_MASKS, SoftmaxMasks
 from jedbatch._ragged.tiling import SHAPE_PARAMETERS, TILE_ROWS, Axes
-from jedbatch._support.types import Array, AxisSize, Dtype
+from jedbatch._support.types import Array, AxisSize
 
 
 class Padded:
@@ -126,8 +125,8 @@ class Padded:
 
     def with_padding(self, variable: Any, x: Array) -> Array:
         """Returns a value of a variable, with what its padding must hold if that matters."""
-        axes = self.masks.scores.get(variable)
-        return x if axes is None else self.masked(x, variable.aval.shape, axes, _lowest(x.dtype))
+        axes = self.masks.scores.get(variable, ())
+        return self.masked(x, variable.aval.shape, axes, identity_of("max", x.dtype)) if axes else x
 
     def run(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:
         """Returns the results of an equation."""
@@ -203,16 +202,21 @@ class Padded:
         self, eqn: Equation, values: Sequence[jax.Array], axes: Sequence[int]
     ) -> list[Array]:
         name, (x, *initial_values) = eqn.primitive.name, values
-        if name in REDUCTIONS or name == "top_k" or eqn.params["reverse"]:
-            shape, mixed = eqn.invars[0].aval.shape, [(0, a) for a in axes]
-            masked_axes = self._needing_mask(eqn, mixed, 0)
-            x = self.masked(x, shape, masked_axes, identity_of(name, x.dtype))
+        shape, mixed = eqn.invars[0].aval.shape, [(0, a) for a in axes]
+        if name in CUMULATIVE_OPERATIONS:  # rows that exist come first, in the order as alone
+            if not eqn.params["reverse"]:
+                return bind_rows(eqn, [x], self.size)
+            forwards = eqn.replace(params=eqn.params | {"reverse": False})
+            (found,) = bind_rows(forwards, [self._flipped(x, shape, axes)], self.size)
+            return [self._flipped(found, shape, axes)]
+        masked_axes = self._needing_mask(eqn, mixed, 0)
+        x = self.masked(x, shape, masked_axes, identity_of(MONOIDS[name], x.dtype))
         if name == "top_k":  # of instances that have fewer rows there are none
             lacking = [self.size(eqn.params["k"]) - x.shape[a] for a in axes]
             config = [
                 (0, max(0, lacking[axes.index(a)]) if a in axes else 0, 0) for a in range(x.ndim)
             ]
-            x = lax.pad(x, jnp.asarray(identity_of(name, x.dtype), x.dtype), config)
+            x = lax.pad(x, identity_of(MONOIDS[name], x.dtype), config)
         return bind_rows(eqn, [x, *initial_values], self.size)
 
     def _sort(self, eqn, values, mixed):
@@ -223,14 +227,17 @@ class Padded:
         return lax.sort((missing, *values), axis, params["is_stable"], keys)[1:]
 
     def _reverse(self, eqn, values, mixed):
-        (x,), shape = values, eqn.invars[0].aval.shape
-        for axis in eqn.params["dimensions"]:
-            if (0, axis) in mixed:
-                last = self.length(shape[axis]) - 1
-                x = self._take(x, last - lax.iota(jnp.int32, x.shape[axis]), axis)
-            else:
-                x = lax.rev(x, (axis,))
-        return [x]
+        (x,), axes = values, eqn.params["dimensions"]
+        ragged = [a for a in axes if (0, a) in mixed]
+        x = self._flipped(x, eqn.invars[0].aval.shape, ragged)
+        return [lax.rev(x, tuple(a for a in axes if a not in ragged))]
+
+    def _flipped(self, x: Array, shape: Sequence[AxisSize], axes: Sequence[int]) -> Array:
+        """Returns an array with the entries that exist along ragged axes in reverse."""
+        for axis in axes:
+            last = self.length(shape[axis]) - 1
+            x = self._take(x, last - lax.iota(jnp.int32, x.shape[axis]), axis)
+        return x
 
     def _take(self, x: jax.Array, indices: jax.Array, axis: int) -> jax.Array:
         """Returns entries along an axis; the nearest where there is none."""
@@ -321,7 +328,8 @@ class Padded:
             there = lax.broadcast_in_dim(
                 jnp.broadcast_to(there, indices.shape[:-1]), out.shape, batch
             )
-            other = lax.stop_gradient(out) if exact else jnp.asarray(fill_value_of(eqn), out.dtype)
+            fill = params["fill_value"]
+            other = lax.stop_gradient(out) if exact else jnp.asarray(fill, out.dtype)
             out = jnp.where(there, out, other)
         return [out]
 
@@ -429,7 +437,7 @@ class Padded:
         reach = [(size - 1) * dilation + 1 for size, dilation in sizes]
         rest = params["window_strides"], params["base_dilation"], eqn.outvars[0].aval.shape
         windows = dict(enumerate(zip(reach, *rest, strict=True)))
-        nothing = identity_of(eqn.primitive.name, x.dtype)
+        nothing = identity_of(MONOIDS[eqn.primitive.name], x.dtype)
         x, padding = self._below(
             eqn, x, mixed, windows, dict(enumerate(params["padding"])), nothing
         )
@@ -572,28 +580,3 @@ _RULES: dict[str, Callable] = {
 def _first_axis(shape: Sequence[AxisSize]) -> int:
     """Returns the first axis of a shape that is not of one entry."""
     return next((a for a, d in enumerate(shape) if type(d) is not int or d != 1), 0)
-
-
-def identity_of(name: str, dtype: Dtype) -> Array:
-    """Returns the identity element of a reduction."""
-    if name in ("reduce_max", "argmax", "cummax", "cumlogsumexp", "top_k", "reduce_window_max"):
-        return _lowest(dtype)
-    if name in ("reduce_min", "argmin", "cummin", "reduce_window_min"):
-        return _highest(dtype)
-    return 1 if name in ("reduce_prod", "cumprod", "reduce_and") else 0
-
-
-def _lowest(dtype: Dtype) -> Array:
-    if dtype == np.bool_:
-        return False
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise CannotMergeError("an extreme of complex numbers")
-    return -np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).min
-
-
-def _highest(dtype: Dtype) -> Array:
-    if dtype == np.bool_:
-        return True
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        raise CannotMergeError("an extreme of complex numbers")
-    return np.inf if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo(dtype).max

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.monoids import JOINED_BY, PLACES, REDUCTIONS, identity_of
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._ragged.row_rules import bind_rows
 from jedbatch._support.types import Array, Dtype
@@ -67,46 +68,17 @@ def _masked(x: Array, axis: int, rows: TileRows, identity: Any) -> Array:
     return jnp.where(rows.exist(x.ndim, axis), x, jnp.asarray(identity, x.dtype))
 
 
-def _least(dtype: Dtype, name: str) -> Any:
-    """Returns what a maximum (or minimum) of nothing is."""
-    sign = -1 if "max" in name else 1
-    if jnp.issubdtype(dtype, jnp.floating):
-        return sign * jnp.inf
-    if dtype == np.bool_:
-        return sign > 0
-    info = jnp.iinfo(dtype)
-    return info.min if sign < 0 else info.max
-
-
-_IDENTITIES: dict[str, Callable[[Dtype], Any]] = {
-    "reduce_sum": lambda dtype: 0,
-    "reduce_prod": lambda dtype: 1,
-    "reduce_and": lambda dtype: np.bitwise_not(np.zeros((), dtype)),
-    "reduce_or": lambda dtype: 0,
-    "reduce_max": lambda dtype: _least(dtype, "max"),
-    "reduce_min": lambda dtype: _least(dtype, "min"),
-}
-_COMBINED_BY = {
-    "reduce_sum": lax.add,
-    "reduce_prod": lax.mul,
-    "reduce_and": lax.bitwise_and,
-    "reduce_or": lax.bitwise_or,
-    "reduce_max": lax.max,
-    "reduce_min": lax.min,
-    "dot_general": lax.add,
-}
-
-
 def _simple(eqn: Equation, stopped: bool) -> TileReduction:
     """A reduction whose results for two tiles are combined by one operation."""
     name = eqn.primitive.name
-    identity = _IDENTITIES[name](eqn.invars[0].aval.dtype)
+    identity = identity_of(REDUCTIONS[name], eqn.invars[0].aval.dtype)
+    join = JOINED_BY[REDUCTIONS[name]]
 
     def reduce(operands: Sequence[Array], axes: Any, rows: TileRows) -> Sequence[Array]:
         ((_, axis),) = axes
         return bind_rows(eqn, [_masked(operands[0], axis, rows, identity)], lambda _: rows.size)
 
-    return TileReduction((None,), reduce, lambda a, b: [_COMBINED_BY[name](a, b)], (identity,))
+    return TileReduction((None,), reduce, lambda a, b: [join(a, b)], (identity,))
 
 
 def _product(eqn: Equation, stopped: bool) -> TileReduction:
@@ -141,8 +113,8 @@ def _extreme(eqn: Equation, stopped: bool) -> TileReduction:
         return _simple(eqn, stopped)
     name, reduced_axes = eqn.primitive.name, eqn.params["axes"]
     dtype = eqn.invars[0].aval.dtype
-    identity = _least(dtype, name)
-    choose = _COMBINED_BY[name]
+    of_counts = np.promote_types(dtype, np.float32)  # of few bits there are no large ones
+    identity, choose = identity_of(REDUCTIONS[name], dtype), JOINED_BY[REDUCTIONS[name]]
 
     def reduce(operands: Sequence[Array], axes: Any, rows: TileRows) -> Sequence[Array]:
         ((_, axis),) = axes
@@ -150,27 +122,28 @@ def _extreme(eqn: Equation, stopped: bool) -> TileReduction:
         still = lax.stop_gradient(_masked(x, axis, rows, identity))
         (most,) = bind_rows(eqn, [still], lambda _: rows.size)
         reach = (still == jnp.expand_dims(most, reduced_axes)) & rows.exist(x.ndim, axis)
-        reach = reach.astype(dtype)
-        moved = _masked(_tangent_of(x), axis, rows, 0) * reach
-        return most, reach.sum(reduced_axes), moved.sum(reduced_axes)
+        moved = _masked(_tangent_of(x), axis, rows, 0) * reach.astype(dtype)
+        return most, reach.astype(of_counts).sum(reduced_axes), moved.sum(reduced_axes)
 
     def combine(*parts: Array) -> Sequence[Array]:
         (m, c, z), (n, d, y) = parts[:3], parts[3:]
         most = lax.stop_gradient(choose(m, n))
-        left, right = ((lax.stop_gradient(x) == most).astype(dtype) for x in (m, n))
-        return most, left * c + right * d, left * z + right * y
+        left, right = (lax.stop_gradient(x) == most for x in (m, n))
+        count = left.astype(of_counts) * c + right.astype(of_counts) * d
+        return most, count, left.astype(dtype) * z + right.astype(dtype) * y
 
     def finish(most: Array, count: Array, moved: Array) -> Array:
-        return lax.stop_gradient(most) + moved / lax.stop_gradient(jnp.where(count == 0, 1, count))
+        mean = moved.astype(of_counts) / lax.stop_gradient(jnp.where(count == 0, 1, count))
+        return lax.stop_gradient(most) + mean.astype(dtype)
 
-    return TileReduction((None, None, None), reduce, combine, (identity, 0, 0), finish, True)
+    return TileReduction((None, of_counts, None), reduce, combine, (identity, 0, 0), finish, True)
 
 
 def _place_of_extreme(eqn: Equation, stopped: bool) -> TileReduction:
     """The place of the first maximum or minimum."""
     name, dtype = eqn.primitive.name, eqn.invars[0].aval.dtype
     index_dtype = eqn.params["index_dtype"]
-    identity = _least(dtype, "max" if name == "argmax" else "min")
+    identity = identity_of(PLACES[name], dtype)
     better = lax.gt if name == "argmax" else lax.lt
 
     def reduce(operands: Sequence[Array], axes: Any, rows: TileRows) -> Sequence[Array]:
@@ -188,8 +161,8 @@ def _place_of_extreme(eqn: Equation, stopped: bool) -> TileReduction:
 
 
 REDUCED_IN_TILES: dict[str, Callable[[Equation, bool], TileReduction]] = {
-    **dict.fromkeys(("reduce_sum", "reduce_prod", "reduce_and", "reduce_or"), _simple),
+    **dict.fromkeys(REDUCTIONS, _simple),
     **dict.fromkeys(("reduce_max", "reduce_min"), _extreme),
-    **dict.fromkeys(("argmax", "argmin"), _place_of_extreme),
+    **dict.fromkeys(PLACES, _place_of_extreme),
     "dot_general": _product,
 }

@@ -37,7 +37,7 @@ def save_params(params: Any, path: str | os.PathLike[str]) -> None:
             continue
         name = SEPARATOR.join(map(_key, keys))
         array = np.asarray(leaf)
-        if array.dtype.kind not in "biufc":
+        if array.dtype.kind not in "biufc" or array.dtype.isbuiltin == 2:  # not NumPy's
             raise TypeError(
                 f"`save_params` got {checks.shown(leaf)} at {name!r}, which npz files do not have; "
                 "expected arrays of numbers. Write `x.astype(numpy.float32)`."
