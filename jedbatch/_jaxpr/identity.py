@@ -216,7 +216,7 @@ def is_immutable(structure: PyTreeDef) -> bool:
             continue
         if not (isinstance(x, tuple) or _refuses_assignment(x)):
             return False
-        parts, _ = jax.tree_util.default_registry.flatten_one_level(x)  # type: ignore[misc]
+        parts, _ = jax.tree_util.default_registry.flatten_one_level(x)
         stack += parts
     return True
 

@@ -268,5 +268,5 @@ def _is_equal(a: Any, b: Any) -> bool:
         return False
     if not jnp.issubdtype(dtype, jnp.inexact):
         return bool(np.all(np.asarray(a) == np.asarray(b)))
-    wide = (np.asarray(x).astype(np.complex128) for x in (a, b))
-    return bool(np.allclose(*wide, rtol=float(jnp.finfo(dtype).eps), atol=0, equal_nan=True))
+    ours, theirs = (np.asarray(x).astype(np.complex128) for x in (a, b))
+    return bool(np.allclose(ours, theirs, rtol=float(jnp.finfo(dtype).eps), atol=0, equal_nan=True))

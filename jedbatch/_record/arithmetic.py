@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
+from jax.extend.core import set_current_trace
 
 from jedbatch._jaxpr.interpret import names_in
 from jedbatch._jaxpr.numbers import MAX_ELEMENTS, Number, literal
@@ -177,7 +178,8 @@ class Operands:
         if number.step in self._values:
             return self._values[number.step]
         self.missing[number.step] = None
-        return jnp.asarray(literal(as_jax_sees(number.value)))
+        with set_current_trace(number._trace.inner):  # none while an operation is processed
+            return jnp.asarray(literal(as_jax_sees(number.value)))
 
 
 def _is_plain(x: Any) -> bool:
@@ -220,7 +222,7 @@ class PythonNumber(Tracer):
     """A number or small array of Python or NumPy, while a cell is traced that holds it.
 
     Args:
-      trace: of the cell.
+      trace: of the cell, a `RulesAsPrograms`.
       operands: of the cell.
       step: the id of the operation that computed it.
       value: what it is in this call.
@@ -294,7 +296,7 @@ class PythonNumber(Tracer):
             raise TypeError("a number cannot be iterated over")
         return (self[k] for k in range(self.shape[0]))
 
-    __hash__ = Tracer.__hash__
+    __hash__ = Tracer.__hash__  # type: ignore[assignment]
 
     __neg__ = _operator("__neg__", operator.neg)
     __pos__ = _operator("__pos__", operator.pos)

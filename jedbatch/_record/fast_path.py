@@ -15,7 +15,6 @@ soon as a call takes the slow path. Tuples of symbols that cells returned for on
 nobody has when it is done, serve the next one.
 """
 
-import contextlib
 import functools
 import struct
 from collections.abc import (
@@ -114,10 +113,11 @@ def fast_path_in_python(recorder: RecorderLike) -> Callable:
     references, counter = recorder.references, recorder.counter
 
     def call_cell(cell: Cell, args: tuple, static: dict) -> PyTree:
-        call_spec = None
-        with contextlib.suppress(KeyError, NotDescribedError):
+        try:
             described = describe_call(recorder, cell, args, static)
-            call_spec = calls[described.key]
+            call_spec = calls.get(tuple(described.key))
+        except NotDescribedError:
+            call_spec = None
         if call_spec is None:
             return recorder.slow_path(cell, args, static)
         references.extend(described.reads)
@@ -265,7 +265,7 @@ class Description:
         for part in parts:
             self.add(part)
 
-    def _add_reference(self, token: Hashable, index: int | None) -> None:
+    def _add_reference(self, token: Any, index: int | None) -> None:
         self.key += REFERENCE, token
         registry = self._recorder.registry
         if index is None:
@@ -313,7 +313,6 @@ def describe_call(
         described.add_call(args, static, held)
     except (KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
         raise NotDescribedError(f"gets an argument that is refused: {error}") from error
-    described.key = tuple(described.key)  # type: ignore[assignment]
     return described
 
 

@@ -223,8 +223,10 @@ class Recorder(Trace):
             self.registry = weakref.proxy(self.registry)
         for memory in (self.known, self.containers, self.kept, self.computed, self.leaves):
             memory.clear()
-        for memory in (self.cells, self._cells_of_instance, self._kept_containers, self.watched):
-            memory.clear()
+        self.cells.clear()
+        self.watched.clear()
+        self._cells_of_instance.clear()
+        self._kept_containers.clear()
 
     @property
     def num_values(self) -> int:

@@ -455,10 +455,11 @@ class Registry:
 
     def remember(self, described: Any, call_spec: CallSpec) -> None:
         """Files a call spec under a `Description` of a call."""
-        if described.key in self.calls:  # the description had to be found again
+        key = tuple(described.key)
+        if key in self.calls:  # the description had to be found again
             return
         widths = tuple(described.widths)
-        self.calls[described.key] = self.add_call_spec(
+        self.calls[key] = self.add_call_spec(
             call_spec.node_type, widths, call_spec.results, call_spec.tree
         )
 

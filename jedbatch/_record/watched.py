@@ -112,13 +112,11 @@ def _holders(x: Any) -> list[Holder] | None:
     if kind is dict or kind is list:
         return [Holder(x, None, _items(x))]
     if kind is types.FunctionType:
-        attributes = vars(x)
         closure = [_read(cell, _OF_CELLS) for cell in x.__closure__ or ()]
-        return [
-            *filter(None, closure),
-            _read(x, _OF_FUNCTIONS),
-            Holder(attributes, None, _items(attributes)),
-        ]
+        if None in closure:  # a name that is not assigned yet
+            return None
+        defaults = Holder(x, _OF_FUNCTIONS, (x.__defaults__, x.__kwdefaults__))
+        return [*filter(None, closure), defaults, _of_dict(vars(x))]
     if kind in FUNCTIONS_OF_RULES:
         return [_of_dict(vars(x))]
     if not is_all_python(kind):
