@@ -81,6 +81,7 @@ def fast_path(recorder: RecorderLike) -> tuple[Callable, Callable[[], None], Cal
         recorder.computed,
         recorder.kept,
         (recorder.registry.numbers, recorder.registry.arrays, recorder.registry.nodes),
+        recorder.registry.units,
         recorder.watched,
         (recorder.registry.calls, recorder.cells),
         (recorder.call_specs, recorder.references, recorder.input_group, recorder.counter),
@@ -149,16 +150,14 @@ class Description:
     Attributes:
       key: the token of the function, and these items.
       reads: references to results, or inputs as `-1 - i`.
-      widths: how many operands each of these stands for.
       shared: the shared values in it.
     """
 
-    __slots__ = ("_recorder", "_writes", "key", "reads", "shared", "widths")
+    __slots__ = ("_recorder", "_writes", "key", "reads", "shared")
 
     def __init__(self, recorder: RecorderLike, token: Hashable, writes: bool):
         self.key: list[Hashable] = [token]
         self.reads: list[int] = []
-        self.widths: list[int] = []
         self.shared: list[int] = []
         self._recorder = recorder
         self._writes = writes
@@ -171,7 +170,6 @@ class Description:
         for arg in args:
             self.add(arg)
         self.reads += held
-        self.widths += [1] * len(held)
         for name in sorted(static):
             self.key += KEYWORD, name
             is_operand = id(static[name]) in self._recorder.known or holds_array(static[name])
@@ -231,7 +229,6 @@ class Description:
         if within.reads or not within.shared:
             self.key += within.key[1:]
             self.reads += within.reads
-            self.widths += within.widths
             self.shared += within.shared
             return
         registry = self._recorder.registry
@@ -271,8 +268,7 @@ class Description:
         if index is None:
             self.shared += registry.shared_in.get(token, ())
         else:
-            self.reads.append(index)
-            self.widths.append(registry.width(token))
+            self.reads += range(index, index + registry.width(token))
 
     def _add_static(self, x: Any) -> None:
         """Describes the value of a keyword argument that is part of the type."""

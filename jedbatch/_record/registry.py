@@ -458,10 +458,7 @@ class Registry:
         key = tuple(described.key)
         if key in self.calls:  # the description had to be found again
             return
-        widths = tuple(described.widths)
-        self.calls[key] = self.add_call_spec(
-            call_spec.node_type, widths, call_spec.results, call_spec.tree
-        )
+        self.calls[key] = self.singly(call_spec)
 
     @unguarded
     def trace(self, name, call, shared, operands, alone):

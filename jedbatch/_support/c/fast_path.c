@@ -30,7 +30,7 @@ typedef struct {
 typedef struct {
     PyObject_HEAD
     PyObject *recorder, *result, *shared, *cell, *known, *computed, *kept, *numbers, *arrays;
-    PyObject *nodes, *ndarray, *same, *watched, *calls, *cells;
+    PyObject *nodes, *units, *ndarray, *same, *watched, *calls, *cells;
     PyObject *call_specs, *references, *input_group, *counter; /* Ints; how many results there are */
     PyObject *input_value, *flatten, *python; /* `flatten` a pytree by one level */
     PyObject *of_ints;  /* what `numbers` has for ints, once it has it */
@@ -126,13 +126,17 @@ describe_token(Call *call, PyObject *token)
     return describe_object(call, TOKEN, token);
 }
 
+/* Adds references to as many values from number `index` on. */
 static int
-push_reference(Call *call, PyObject *index)
+push_references(Call *call, PyObject *index, Py_ssize_t width)
 {
     Py_ssize_t reference = PyLong_AsSsize_t(index);
     if (reference == -1 && PyErr_Occurred())
         return -1;
-    return push_word(&call->reads, (uintptr_t)reference);
+    for (Py_ssize_t i = 0; i < width; i++)
+        if (push_word(&call->reads, (uintptr_t)(reference + i)) < 0)
+            return -1;
+    return 0;
 }
 
 /* The key that Python has for a call; NULL with an error. */
@@ -180,7 +184,21 @@ look_at_symbol(FastPath *self, Call *call, PyObject *x)
         Py_ssize_t number = PyLong_AsSsize_t(index);
         return PyErr_Occurred() || describe(call, SHARED, (uintptr_t)number) < 0 ? -1 : 1;
     }
-    return describe_token(call, kind) < 0 || push_reference(call, index) < 0 ? -1 : 1;
+    return describe_token(call, kind) < 0 || push_references(call, index, 1) < 0 ? -1 : 1;
+}
+
+/* How many values something of a token consists of; -1 with an error. */
+static Py_ssize_t
+width_of(FastPath *self, PyObject *token)
+{
+    if (!PyLong_CheckExact(token))
+        return 1;
+    Py_ssize_t number = PyLong_AsSsize_t(token);
+    if (number >= 0 || PyErr_Occurred())
+        return PyErr_Occurred() ? -1 : 1;
+    PyObject *unit = PyList_GetItem(self->units, -1 - number);
+    PyObject *types = unit == NULL ? NULL : PyTuple_GetItem(unit, 0);
+    return types == NULL ? -1 : PyTuple_Size(types);
 }
 
 /* Adds what is known by its id to what is known by its address: 1 if there is such a thing. An
@@ -209,9 +227,10 @@ look_up(FastPath *self, PyObject *x)
     if (found == NULL)
         return PyErr_Occurred() ? -1 : 0;
     PyObject *token = PyTuple_GetItem(found, 0), *index = PyTuple_GetItem(found, 1);
-    int failed = token == NULL || index == NULL;
+    Py_ssize_t width = token == NULL || index == NULL ? -1 : width_of(self, token);
+    int failed = width < 0;
     if (!failed)
-        failed = add_known_object(&self->objects, x, token, index == Py_None ? NULL : index, 1);
+        failed = add_known_object(&self->objects, x, token, index == Py_None ? NULL : index, width, 1);
     Py_DECREF(found);
     return failed ? -1 : 1;
 }
@@ -230,7 +249,7 @@ look_at_known(FastPath *self, Call *call, PyObject *x)
     }
     if (describe_token(call, known->token) < 0)
         return -1;
-    return known->index != NULL && push_reference(call, known->index) < 0 ? -1 : 1;
+    return known->index != NULL && push_references(call, known->index, known->width) < 0 ? -1 : 1;
 }
 
 /* Looks at a new input: takes over `found`, (input group, token), and `value`; either may be
@@ -674,7 +693,7 @@ find(FastPath *self, Call *call, PyObject *cell, PyObject *const *args, Py_ssize
     for (Py_ssize_t i = 0; found == 1 && i < length; i++)
         found = look_at(self, call, args[i], 0);
     for (Py_ssize_t i = 0; found == 1 && i < PyTuple_Size(held); i++)
-        found = push_reference(call, PyTuple_GetItem(held, i)) < 0 ? -1 : 1;
+        found = push_references(call, PyTuple_GetItem(held, i), 1) < 0 ? -1 : 1;
     Py_XDECREF(held);
     if (found == 1 && num_options > 0)
         found = look_at_options(self, call, names, values, num_options);
@@ -800,7 +819,7 @@ make_tuple(FastPath *self, Way *way, int64_t first, PyObject *kinds, PyObject *u
     }
     if (results != NULL && first_number != NULL &&
         (PyList_Append(self->kept, results) < 0 ||
-         add_known_object(&self->objects, results, unit, first_number, 0) < 0))
+         add_known_object(&self->objects, results, unit, first_number, way->num_results, 0) < 0))
         Py_CLEAR(results);
     if (first_number == NULL)
         Py_CLEAR(results);
@@ -898,7 +917,7 @@ record(FastPath *self, Way *way, const Words *reads)
         PyObject *number = results == NULL || unit == Py_None ? NULL : PyLong_FromLongLong(first);
         if (results != NULL && unit != Py_None &&
             (number == NULL || PyList_Append(self->kept, results) < 0 ||
-             add_known_object(&self->objects, results, unit, number, 0) < 0))
+             add_known_object(&self->objects, results, unit, number, way->num_results, 0) < 0))
             Py_CLEAR(results);
         Py_XDECREF(number);
     }
@@ -1035,7 +1054,7 @@ next_instance(PyObject *object, PyObject *nothing)
 
 #define EACH(visit)                                                                               \
     visit(recorder) visit(result) visit(shared) visit(cell) visit(known) visit(computed)          \
-    visit(kept) visit(numbers) visit(arrays) visit(nodes) visit(ndarray) visit(same)              \
+    visit(kept) visit(numbers) visit(arrays) visit(nodes) visit(units) visit(ndarray) visit(same)              \
     visit(watched) visit(calls) visit(cells) visit(call_specs) visit(references)                  \
     visit(input_group) visit(counter) visit(input_value) visit(flatten) visit(python)             \
      visit(of_ints)
@@ -1103,12 +1122,13 @@ make_fast_path(PyObject *module, PyObject *args)
         return NULL;
     PyObject *object = (PyObject *)self, *methods = NULL;
     if (!PyArg_ParseTuple(
-            args, "O(O!O!O!OO)O!O!O!(O!O!O!)O!(O!O!)(O!O!O!O!)O!OO", &self->recorder, &PyType_Type,
+            args, "O(O!O!O!OO)O!O!O!(O!O!O!)O!O!(O!O!)(O!O!O!O!)O!OO", &self->recorder, &PyType_Type,
             &self->result, &PyType_Type, &self->shared, &PyType_Type, &self->cell, &self->ndarray,
             &self->same,
             &PyDict_Type, &self->known, &PyDict_Type, &self->computed,
             &PyList_Type, &self->kept, &PyDict_Type, &self->numbers, &PyDict_Type, &self->arrays,
-            &PyDict_Type, &self->nodes, &PyDict_Type, &self->watched, &PyDict_Type, &self->calls,
+            &PyDict_Type, &self->nodes, &PyList_Type, &self->units,
+            &PyDict_Type, &self->watched, &PyDict_Type, &self->calls,
             &PyDict_Type, &self->cells,
             ints_type, &self->call_specs, ints_type, &self->references, ints_type,
             &self->input_group, ints_type, &self->counter, &PyList_Type, &self->input_value,

@@ -204,7 +204,7 @@ is_plain(PyObject *x)
 
 int
 add_known_object(KnownObjects *known, PyObject *x, PyObject *token, PyObject *index,
-                 int is_published)
+                 Py_ssize_t width, int is_published)
 {
     if (known->count == known->room && grow_known(known) < 0) {
         PyErr_NoMemory();
@@ -213,7 +213,7 @@ add_known_object(KnownObjects *known, PyObject *x, PyObject *token, PyObject *in
     size_t at = slot_of(known, x);
     if (known->slots[at] != 0 || !is_plain(token) || (index != NULL && !is_plain(index)))
         return 0;
-    known->items[known->count] = (Known){x, Py_NewRef(token), Py_XNewRef(index), is_published};
+    known->items[known->count] = (Known){x, Py_NewRef(token), Py_XNewRef(index), width, is_published};
     known->slots[at] = (uint32_t)++known->count;
     return 0;
 }

@@ -81,6 +81,7 @@ void clear_ways(Ways *ways);
 /* An object that has a token: what it is referred to by, if it is, and whether Python knows. */
 typedef struct {
     PyObject *x, *token, *index; /* `x` is borrowed: others keep it */
+    Py_ssize_t width;            /* of how many values from `index` on it consists */
     int is_published;
 } Known;
 
@@ -95,7 +96,7 @@ Known *find_known_object(const KnownObjects *known, PyObject *x);
 /* Adds one that is not there yet, if its token and index, which may be NULL, are numbers and
  * strings; -1 with an error without memory. */
 int add_known_object(KnownObjects *known, PyObject *x, PyObject *token, PyObject *index,
-                     int is_published);
+                     Py_ssize_t width, int is_published);
 void clear_known_objects(KnownObjects *known);
 void free_known_objects(KnownObjects *known);
 
