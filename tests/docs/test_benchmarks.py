@@ -135,27 +135,27 @@ class Stopwatch:
 @pytest.mark.parametrize("mode", helpers.mostly_slow(harness.MODES, "inference"))
 def test_rivals_take_turns(mode):
     """Everybody computes the same loss, as often as we do; one by one, less often."""
-    case = harness.Case("treelstm", 4, 4, mode)
-    bench = harness.Bench.of(case, types.SimpleNamespace(data=None), minibatches=2)
-    functions = bench.functions(harness.RIVALS)
-    expected = {"planned", "known", "by hand", "by hand, whole", "loop"}
-    expected |= {"torch by hand", "torch eager"} if harness.in_torch else set()
-    expected |= {"agenda", "depth"} if mode == "inference" else set()
-    assert set(functions) == expected
-    with jax.numpy_rank_promotion("allow"):
+    with jax.numpy_rank_promotion("allow"):  # plans are of the options they are made under
+        case = harness.Case("treelstm", 4, 4, mode)
+        bench = harness.Bench.of(case, types.SimpleNamespace(data=None), minibatches=2)
+        functions = bench.functions(harness.RIVALS)
+        expected = {"planned", "known", "by hand", "by hand, whole", "loop"}
+        expected |= {"torch by hand", "torch eager"} if harness.in_torch else set()
+        expected |= {"agenda", "depth"} if mode == "inference" else set()
+        assert set(functions) == expected
         bench.check(functions)
-    with pytest.raises(AssertionError, match="wrong"):
-        bench.check({"planned": functions["planned"], "wrong": lambda: jnp.float32(1)})
-    calls = collections.Counter()
+        with pytest.raises(AssertionError, match="wrong"):
+            bench.check({"planned": functions["planned"], "wrong": lambda: jnp.float32(1)})
+        calls = collections.Counter()
 
-    def counted(name):
-        return lambda: (calls.update([name]), time.sleep(0.01 if name in harness.SLOW else 0))
+        def counted(name):
+            return lambda: (calls.update([name]), time.sleep(0.01 if name in harness.SLOW else 0))
 
-    found = harness.turns(Stopwatch(), {name: counted(name) for name in functions}, budget=0.05)
-    assert set(found) == expected
-    for name in expected:
-        assert len(found[name]) == calls[name] - 1 >= 2  # the first tells how long it takes
-        assert (len(found[name]) < len(found["planned"])) == (name in harness.SLOW)
+        found = harness.turns(Stopwatch(), {name: counted(name) for name in functions}, budget=0.05)
+        assert set(found) == expected
+        for name in expected:
+            assert len(found[name]) == calls[name] - 1 >= 2  # the first tells how long it takes
+            assert (len(found[name]) < len(found["planned"])) == (name in harness.SLOW)
 
 
 def test_loops_call_what_jit_compiled():
