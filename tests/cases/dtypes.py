@@ -6,7 +6,9 @@ import numpy as np
 
 
 def _exists(dtype):
-    """Returns whether XLA knows a dtype, by itself and not under another name."""
+    """Returns whether XLA:CPU computes with a dtype, by itself and not under another name."""
+    if str(dtype).startswith("float6"):
+        return False  # of JAX 0.12 it makes arrays of them and ends the process where they are read
     try:
         return jnp.zeros(1, dtype).dtype == dtype
     except jax.errors.JaxRuntimeError:
