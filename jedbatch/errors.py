@@ -271,18 +271,18 @@ class SlowCallsWarning(PerformanceWarning):
     printed plan says how many calls were recorded slowly.
 
     **Reason.** A call is recorded at once if its arguments and what its function closes over show
-    that it is like an earlier one. The message says what does not: an array of NumPy or a list, a
-    dict or an object that was made while an instance is recorded and that a cell closes over,
-    numbers that it closes over and that differ from call to call, or arguments that JAX does not
-    know as a pytree.
+    that it is like an earlier one. The message says what does not: an array of NumPy, or an object
+    with state that is not to be seen, that a cell closes over, or arguments that JAX does not know
+    as a pytree. Numbers that a cell closes over and that differ from call to call are operands;
+    such calls are counted, and there is no warning.
 
     **Cure.** Pass to the cell what it reads:
 
         # instead of                              write
         def encode(params, tree):                 @jedbatch.cell
-            options = {"scale": tree.scale}       def node(params, scale, left, right): ...
+            scales = np.array(tree.scales)        def node(params, scales, left, right): ...
             @jedbatch.cell
-            def node(left, right): ...            node(params, tree.scale, left, right)
+            def node(left, right): ...            node(params, np.array(tree.scales), left, right)
     """
 
 

@@ -51,7 +51,6 @@ from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import EscapedValueError
 
 PLAIN_NUMBERS = {bool, int, float, complex}
-HOLDS_NUMBERS = "closes over numbers that differ from call to call; pass them as arguments"
 # What a part of a description is, as in `_support/c/fast_path.c`.
 REFERENCE, STRING, LIST, TUPLE, DICT, NODE, SHARED, IDENTITY, KEYWORD, INT, BOOL, FLOAT = range(12)
 STATIC = 12  # what Python alone describes
@@ -333,7 +332,7 @@ def describe_cell(recorder: RecorderLike, cell: Cell) -> DescribedCell:
             "reads as an argument"
         )
     if recorder.registry.numbers_held(fn, recorder.computed)[1] is not None:
-        raise NotDescribedError(HOLDS_NUMBERS)
+        raise NotDescribedError  # which are operands, as they are meant to be
     captured = {k: x for k, x in enumerate(held_values(fn)) if isinstance(x, Tracer)}
     identity = identity_without(recorder, fn, captured)
     symbols = list(map(recorder.symbol, captured.values()))

@@ -26,7 +26,7 @@ from jedbatch._record.asking import Asked, noting_whether_it_asks
 from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_options
 from jedbatch._record.closures import function_identity
 from jedbatch._record.failures import note_call
-from jedbatch._record.fast_path import HOLDS_NUMBERS, NotDescribedError, identity_without
+from jedbatch._record.fast_path import NotDescribedError, identity_without
 from jedbatch._record.held import (
     held_values,
     holds_traced,
@@ -74,7 +74,7 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
     call_spec, references = recorded
     try:
         if lifted is not None:
-            raise NotDescribedError(HOLDS_NUMBERS)
+            raise NotDescribedError  # numbers that are operands, as they are meant to be
         if len(recorder.call_specs) > num_nodes:
             raise NotDescribedError  # a weight is a value here, which no user can help
         if not registry.hidden.is_same_again(call_spec):

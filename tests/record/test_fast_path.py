@@ -368,15 +368,10 @@ def test_buffers_are_copied_when_they_are_given():
     assert {tuple(row) for row in rows.tolist()} >= {(k, k, k) for k in range(4)}
 
 
-def scale(params, factor):
-    return jedbatch.cell(lambda x: x * params["b"] * factor)
-
-
 @pytest.mark.parametrize(
     ("made", "reason"),
     [
         (lambda p, n: multiply(p, np.float32([2])), "closes over an array of NumPy"),
-        (lambda p, n: scale(p, n), "closes over numbers that differ from call to call"),
     ],
 )
 def test_calls_without_a_description_are_counted_and_warned_of(made, reason):

@@ -376,8 +376,6 @@ def test_an_error_with_arrays_without_order_or_with_many(instance, end):
 
 
 def test_arguments_of_a_cell():
-    with pytest.raises(TypeError, match="keyword argument `p`; keyword arguments are static"):
-        jedbatch.batch(lambda p, x: double(p=p, x=x))(P, [X])
     with pytest.raises(TypeError, match="Pass a tuple instead of a list"):
         jedbatch.batch(lambda p, x: jedbatch.cell(lambda x, *, axes: x)(x, axes=[1]))(P, [X])
     with pytest.raises(TypeError, match="Pass it by keyword"):
