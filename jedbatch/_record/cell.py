@@ -214,9 +214,9 @@ def spelled(static: dict) -> str:
     return "[" + ", ".join(f"{k}={v!r}" for k, v in plain.items()) + "]" if plain else ""
 
 
-def holds_array(value: PyTree) -> bool:
+def holds_array(name: str, value: PyTree) -> bool:
     """Returns whether a keyword argument is an array, or a container of arrays."""
-    return any(is_array(leaf) for leaf in flatten(value, "a keyword argument of a cell")[0])
+    return any(is_array(leaf) for leaf in flatten(value, f"keyword argument `{name}`")[0])
 
 
 def static_options(cell: Cell, static: dict) -> Hashable:

@@ -171,7 +171,7 @@ class Description:
         self.reads += held
         for name in sorted(static):
             self.key += KEYWORD, name
-            is_operand = id(static[name]) in self._recorder.known or holds_array(static[name])
+            is_operand = id(static[name]) in self._recorder.known or holds_array(name, static[name])
             (self.add if is_operand else self._add_static)(static[name])
 
     def add(self, x: Any) -> None:
@@ -323,8 +323,8 @@ def describe_cell(recorder: RecorderLike, cell: Cell) -> DescribedCell:
     call to call.
     """
     fn = cell.fn
-    holders = holders_in(fn)
-    if holders is None:
+    holders = holders_in(fn) if cell.is_inner else None
+    if holders is None:  # the environment looks at what the batched function reaches
         holders = holders_in(fn, Staying(recorder))
     if holders is None:
         raise NotDescribedError(

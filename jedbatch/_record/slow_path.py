@@ -175,7 +175,7 @@ def _prepared(
     With `all_rules`, functions with derivative rules in it are traced with their rules.
     """
     fn = cell.fn
-    named = {name: value for name, value in static.items() if holds_array(value)}
+    named = {name: value for name, value in static.items() if holds_array(name, value)}
     static = {name: value for name, value in static.items() if name not in named}
     options = static_options(cell, static)
     captured = {k: x for k, x in enumerate(held_values(fn)) if isinstance(x, Tracer)}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import Tracer
 
 from jedbatch._jaxpr.identity import (
     BY_IDENTITY,
@@ -168,7 +169,7 @@ def _is_same(holder: Holder) -> bool:
 def _stays(x: Any) -> bool:
     """Returns whether something cannot change: numbers, strings, arrays of JAX, classes."""
     kind = type(x)
-    if kind in PLAIN_TYPES or isinstance(x, jax.Array):
+    if kind in PLAIN_TYPES or issubclass(kind, Tracer) or isinstance(x, jax.Array):
         return True
     if kind is types.FunctionType or kind in FUNCTIONS_OF_RULES:
         return False
