@@ -326,14 +326,15 @@ def describe_cell(recorder: RecorderLike, cell: Cell) -> DescribedCell:
     holders = holders_in(fn) if cell.is_inner else None
     if holders is None:  # the environment looks at what the batched function reaches
         holders = holders_in(fn, Staying(recorder))
-    if holders is None:
+    values = held_values(fn)
+    if holders is None or any(isinstance(x, np.ndarray) for x in values):
         raise NotDescribedError(
             "closes over an array of NumPy, or over an object that may change unseen; pass what it "
             "reads as an argument"
         )
     if recorder.registry.numbers_held(fn, recorder.computed)[1] is not None:
         raise NotDescribedError  # which are operands, as they are meant to be
-    captured = {k: x for k, x in enumerate(held_values(fn)) if isinstance(x, Tracer)}
+    captured = {k: x for k, x in enumerate(values) if isinstance(x, Tracer)}
     identity = identity_without(recorder, fn, captured)
     symbols = list(map(recorder.symbol, captured.values()))
     held = [x for x in symbols if isinstance(x, Value)]
