@@ -68,8 +68,8 @@ def holders_in(root: Any, stays: Container[int] = ()) -> Holders | None:
     """Returns all that holds something which may change; None if there is what cannot be seen.
 
     Args:
-      root: a container, an object or a function, not looked into if it is a function itself: only
-        what it closes over and its defaults.
+      root: a container, an object or a function; one without defaults or attributes is not looked
+        at for these, which costs as much as all else for most cells.
       stays: ids of what is not looked into.
     """
     holders: list[Holder] = []
@@ -90,7 +90,7 @@ def holders_in(root: Any, stays: Container[int] = ()) -> Holders | None:
             if found is None:
                 return None
             is_root = x is root and type(x) is types.FunctionType
-            holders += [h for h in found if not is_root or type(h.holder) is types.CellType]
+            holders += [h for h in found if not is_root or any(i is not None for i in h.items)]
             parts = [item for holder in found for item in holder.items]
         stack += parts
     return tuple(holders)
