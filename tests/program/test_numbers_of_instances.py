@@ -136,7 +136,7 @@ def test_rounds_of_fewer_instances():
 
     def halve(params, x):
         state = params * x
-        while float(state.sum()) > 1:
+        while state.sum() > 1:
             state = state * 0.4
         return state, state * 2
 
