@@ -136,7 +136,7 @@ def test_rounds_of_fewer_instances():
 
     def halve(params, x):
         state = params * x
-        while state.sum() > 1:
+        while float(jax.lax.stop_gradient(state.sum())) > 1:
             state = state * 0.4
         return state, state * 2
 
