@@ -416,7 +416,7 @@ def test_failures_become_small(monkeypatch):
 
     monkeypatch.setattr("jedbatch.testing.cases.Case.check", check)
     told = []
-    report = Fuzz(shrink=60, tell=told.append).run(programs=110, seed=2)
+    report = Fuzz(shrink=60, tell=told.append).run(programs=110, seed=0)
     assert report.programs == 110
     (name,) = report.failures
     assert name == "AssertionError: # elements differ"
