@@ -17,7 +17,7 @@ Read in this order:
    libraries.
 10. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
    jaxprs.
-11. `arithmetic`: What Python computes with the numbers that a cell holds, before JAX sees a
+11. `arithmetic`: Arithmetic of Python on the numbers that a cell holds, before JAX sees a
    result.
 12. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
 13. `element_functions`: Functions of one element of a list, computed once where the element is

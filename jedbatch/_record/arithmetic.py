@@ -1,4 +1,4 @@
-"""What Python computes with the numbers that a cell holds, before JAX sees a result.
+"""Arithmetic of Python on the numbers that a cell holds, before JAX sees a result.
 
     t = 0.3                                  # a number of the instance
     jedbatch.cell(lambda p: p * (t // 0.1))(p)

@@ -354,7 +354,7 @@ class Staying(Container[int]):
 
 
 class Named(Mapping[int, Hashable]):
-    """What containers of shared values, and arrays that the function reaches, are known by.
+    """Names of containers of shared values, and of arrays that the function reaches, by their ids.
 
     Of containers that is their token, beside the shared values in them.
     """
@@ -379,7 +379,7 @@ class Named(Mapping[int, Hashable]):
 
 
 def identity_without(recorder: RecorderLike, fn: Any, places: Collection[int]) -> Hashable:
-    """What a function is known by but for its operands, by position among `held_values`."""
+    """Returns the identity of a function without operands, by position among `held_values`."""
     without = with_held_values(fn, dict.fromkeys(places, OPERAND), Staying(recorder))
     identity = function_identity(without, Named(recorder))
     return (identity, held_functions(fn)) if places else identity

@@ -108,7 +108,7 @@ def _immutable_parts(x: Any) -> list[Any] | None:
 
 
 def _holders(x: Any) -> list[Holder] | None:
-    """What holds the parts of a dict, a list, a function or an object; None of anything else."""
+    """Returns the holders of the parts of a dict, list, function or object; None of others."""
     kind: Any = type(x)
     if kind is dict or kind is list:
         return [Holder(x, None, _items(x))]

@@ -128,8 +128,8 @@ def warn_if_slowly_recorded(registry: Registry, num_before: int) -> None:
     (name, reason), count = slow.most_common(1)[0]
     warn_once(
         SlowCallsWarning,
-        f"{slow.total():,} calls of cells were recorded slowly in a minibatch, at 50 to 300 µs "
-        f"each where others take one: {count:,} of `{name}`, which {reason}",
+        f"{slow.total():,} calls of cells were recorded slowly in a minibatch, many times as "
+        f"long as others take: {count:,} of `{name}`, which {reason}",
         registry.warned,
     )
 
