@@ -22,7 +22,7 @@ from jedbatch._jaxpr.lane_policies import (
     next_step,
 )
 from jedbatch._jaxpr.lane_steps import counting
-from jedbatch._jaxpr.program_counters import LaneRule, cut_for, lane_blocks, run_lanes
+from jedbatch._jaxpr.program_counters import LaneRule, _cut_for, lane_blocks, run_lanes
 
 # Programs of lanes are compiled as users do in `test_program_counters.py`.
 pytestmark = pytest.mark.unoptimized
@@ -75,7 +75,7 @@ def run_by_all(fn, n, x):
 def blocks_in(fn, n, x):
     """Returns (the blocks of a function and their steps, which of them come after themselves)."""
     program, found = jax.make_jaxpr(fn)(n[0], x[0]), []
-    jax.eval_shape(lambda *xs: found.append(cut_for(program, xs, [True, True])), n, x)
+    jax.eval_shape(lambda *xs: found.append(_cut_for(program, xs, [True, True])), n, x)
     repeats = [block.repeats for block in found[0].blocks[1:-1]]
     return lane_blocks(found[0], len(n), STEP_WORK), repeats
 

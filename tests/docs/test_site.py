@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import linecache
 import re
 from pathlib import Path
 
@@ -24,6 +25,8 @@ def test_code_of_pages_runs(page):
     names = {"__name__": "page"}
     with jax.numpy_rank_promotion("allow"):
         for block in re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL):
+            lines = block.splitlines(keepends=True)
+            linecache.cache[page] = len(block), None, lines, page  # as notebooks do, for errors
             exec(compile(block, page, "exec"), names)
 
 
