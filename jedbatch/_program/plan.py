@@ -110,6 +110,7 @@ class Host:
       tracers: what is read from outside, by number or by name (see `SharedValue`).
       ragged_calls: calls that run before the graph, if there are ragged arrays.
       apart: why arrays of different lengths are not run together; None if they are.
+      assumed: of instances (see `RecordCache.shown`).
       count_tiled: counts the rows that nodes on tiles run over, if there are such nodes.
       untiled: why programs of ragged arrays run by themselves that nodes on tiles could replace,
         if there are such.
@@ -126,6 +127,7 @@ class Host:
     tracers: Any = ()
     ragged_calls: RaggedSummary | None = None
     apart: str | None = None
+    assumed: Sequence[str] = ()
     count_tiled: Callable[[], TiledRows] | None = None
     untiled: str | None = None
     device_seconds: float | None = None
@@ -292,6 +294,7 @@ def summarize(plan: Plan) -> str:
         *([f"  tiles     {host.tiled}"] if host.tiled else ()),
         *([f"  tiles     none for some arrays, since {host.untiled}"] if host.untiled else ()),
         *([f"  lengths   grouped by equal shapes, since {host.apart}"] if host.apart else ()),
+        *(f"  assumed   {x}" for x in host.assumed),
         "",
         "  nodes  batches  widest  padding  slices  type",
     ]

@@ -470,11 +470,13 @@ def _reason(error: Exception) -> str:
     return f"the operation at {where} has to know the lengths of arrays"
 
 
-def _general(key: Hashable) -> tuple[Hashable, Hashable]:
-    """Returns a key of instances (see `instance_key`) that does not depend on lengths.
+def without_lengths(key: Hashable) -> Hashable:
+    """Returns a key of instances (see `instance_key`) that does not depend on lengths."""
+    return _general(key)[0]
 
-    And the same without the values of numbers.
-    """
+
+def _general(key: Hashable) -> tuple[Hashable, Hashable]:
+    """Returns what `without_lengths` does, and the same without the values of numbers."""
     if not isinstance(key, tuple):
         return key, key
     general: list[Any] = []

@@ -17,8 +17,8 @@ Read in this order:
    libraries.
 10. `keys`: Keys that tell operations of JAX apart: keys of primitives, their parameters and
    jaxprs.
-11. `arithmetic`: Arithmetic of Python on the numbers that a cell holds, before JAX sees a
-   result.
+11. `arithmetic`: Arithmetic of Python on numbers that cells hold or instances have, before JAX
+   sees a result.
 12. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
 13. `element_functions`: Functions of one element of a list, computed once where the element is
    made.
@@ -39,43 +39,44 @@ Read in this order:
 24. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
 25. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-26. `operators`: Indexing symbols, and Python's operators on them.
-27. `watched`: Containers that may change, and whether they hold what they held before.
-28. `fast_path`: Recording calls of cells the second time: by a description of their
+26. `floats`: Floats of instances: constants until many sets of them were met, then operands.
+27. `operators`: Indexing symbols, and Python's operators on them.
+28. `watched`: Containers that may change, and whether they hold what they held before.
+29. `fast_path`: Recording calls of cells the second time: by a description of their
    arguments.
-29. `slow_path`: Recording calls of cells the first time, and those without a short description.
-30. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
+30. `slow_path`: Recording calls of cells the first time, and those without a short description.
+31. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
    `jnp.zeros(8)`.
-31. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-32. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-33. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+32. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+33. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+34. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-34. `inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces them into
+35. `inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces them into
    many programs.
-35. `recorder`: A recorder of what a function does to symbolic values.
-36. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-37. `thread_settings`: The settings of a thread, for work that goes on in another one.
-38. `deep`: Recursion deeper than Python's limit.
-39. `trace`: Recording a minibatch: every instance of it as a graph.
-40. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+36. `recorder`: A recorder of what a function does to symbolic values.
+37. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+38. `thread_settings`: The settings of a thread, for work that goes on in another one.
+39. `deep`: Recursion deeper than Python's limit.
+40. `trace`: Recording a minibatch: every instance of it as a graph.
+41. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-41. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-42. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+42. `granularity.inline`: Taking calls apart: the nodes inside of a node.
+43. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-43. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+44. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-44. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+45. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-45. `granularity.fuse`: Finding cells without marks: operations that always run together become
+46. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-46. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+47. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-47. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+48. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-48. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-49. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+49. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+50. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-50. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-51. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+51. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+52. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """

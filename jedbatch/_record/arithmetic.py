@@ -1,4 +1,4 @@
-"""Arithmetic of Python on the numbers that a cell holds, before JAX sees a result.
+"""Arithmetic of Python on numbers that cells hold or instances have, before JAX sees a result.
 
     t = 0.3                                  # a number of the instance
     jedbatch.cell(lambda p: p * (t // 0.1))(p)
@@ -8,9 +8,11 @@ cell is `t // 0.1`, not `t`. While the cell is traced, `t` is a `PythonNumber`: 
 operators on it compute with its value and note what they did, and an operation of JAX that reads
 one takes an operand in its place. For other numbers Python computes the operands by these notes,
 which are exact, as the same operators are applied to the same objects. Whatever asks for the value
-itself is an error, as it is of a tracer, and the number is part of the type of the cell.
+itself is an error, as it is of a tracer, and the number is part of the type of the cell. So it is
+with floats of instances (see `floats`).
 """
 
+import functools
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from jax.extend.core import set_current_trace
 
 from jedbatch._jaxpr.interpret import names_in
 from jedbatch._jaxpr.numbers import MAX_ELEMENTS, Number, literal
-from jedbatch._record.instance_arrays import array_type
+from jedbatch._record.instance_arrays import array_type, is_float_type
 from jedbatch._support.types import Array
 
 OPERATORS = names_in("add sub mul truediv floordiv mod pow matmul lshift rshift and or xor")
@@ -146,10 +148,20 @@ def as_jax_sees(x: Any) -> Number:
 
     Raises `OverflowError` for whole numbers that JAX has no type for.
     """
-    if type(x) is np.ndarray:  # in 64 bits it may be: JAX rounds what is closed over
+    kind: Any = type(x)
+    if is_float_type(kind):
+        dtype, weak = _type_of_float(kind, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+        return Number(np.asarray(x, dtype), weak)
+    if kind is np.ndarray:  # in 64 bits it may be: JAX rounds what is closed over
         x = x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
     shape, dtype, weak = array_type(x)
     return Number(np.asarray(x, dtype).reshape(shape), weak)
+
+
+@functools.lru_cache(256)
+def _type_of_float(kind: type, _: bool) -> tuple[Any, bool]:
+    """(dtype, weak) of floats of a type in JAX, in 64-bit mode or not."""
+    return array_type(kind(0))[1:]
 
 
 class Operands:
@@ -171,13 +183,21 @@ class Operands:
     def held(self, trace: Any, place: int, value: Any) -> Any:
         """Returns what stands for a number that a function holds while it is traced."""
         number = PythonNumber(trace, self, self.arithmetic.held(place), value)
+        self.made(number)
         return self.read(number) if isinstance(value, jax.Array) else number  # JAX computes with it
+
+    def made(self, number: "PythonNumber") -> None:
+        """Is told of each number of Python."""
 
     def read(self, number: "PythonNumber") -> Array:
         """Returns what an operation of JAX reads; a constant if it is not an operand yet."""
         if number.step in self._values:
             return self._values[number.step]
         self.missing[number.step] = None
+        return self.constant(number)
+
+    def constant(self, number: "PythonNumber") -> Array:
+        """Returns the value of a number as an array."""
         with set_current_trace(number._trace.inner):  # none while an operation is processed
             return jnp.asarray(literal(as_jax_sees(number.value)))
 
@@ -253,7 +273,9 @@ class PythonNumber(Tracer):
                 f"over gives {type(result).__name__}; expected numbers and small arrays, of which "
                 "Python computes operands. Pass it by keyword: keyword arguments are static."
             )
-        return PythonNumber(self._trace, self.operands, step, result)
+        number = PythonNumber(self._trace, self.operands, step, result)
+        self.operands.made(number)
+        return number
 
     @property
     def aval(self):  # type: ignore[override]

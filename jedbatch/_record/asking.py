@@ -12,7 +12,7 @@ import itertools
 import sys
 import types
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax.core import Tracer
 
@@ -81,23 +81,26 @@ def noting_whether_it_asks(found: list[Asked], has_identity: bool = False) -> It
 
     It may have where a profiler is at work, which takes the place that this needs.
     """
-    if sys.getprofile() is not None:
+    around = sys.getprofile()
+    if not (around is None or getattr(around, "__module__", None) == __name__):
         yield
         found.append(Asked(True, has_identity))
         return
     asked = finds = False
 
-    def note(frame: types.FrameType, event: str, _: object) -> None:
+    def note(frame: types.FrameType, event: Any, arg: Any) -> None:
         nonlocal asked, finds
         if event == "call":
             asked = asked or _asks(frame)
             finds = finds or (has_identity and _finds(frame))
+        if around is not None:
+            around(frame, event, arg)
 
     sys.setprofile(note)
     try:
         yield
     finally:
-        sys.setprofile(None)
+        sys.setprofile(around)
         found.append(Asked(asked or finds, finds))
 
 

@@ -49,15 +49,18 @@ CHANGED_MODULES = (
 )
 
 
-def place_of(error: BaseException) -> str:
-    """Returns " at file:line", the innermost line of the user's that an error came through.
-
-    It is "" if there is none, or if the error says so already.
-    """
+def line_of(error: BaseException) -> str:
+    """Returns " at file:line", the last line of the user's that an error came through, or ""."""
     place = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
         if is_user_code(frame):
             place = f" at {frame.f_code.co_filename}:{line}"
+    return place
+
+
+def place_of(error: BaseException) -> str:
+    """Returns the same; "" if the error says so already."""
+    place = line_of(error)
     return "" if any(f"{place} " in note for note in getattr(error, "__notes__", ())) else place
 
 

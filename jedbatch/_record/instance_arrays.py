@@ -148,20 +148,49 @@ def replace_arrays(instance: PyTree, arrays: Iterator[object]) -> PyTree:
 
     Raises `ValueError` if an object holds itself.
     """
-    return _replaced(instance, arrays, {})
+    return _replaced(instance, arrays, None, {})
 
 
-def _replaced(x: Leaf, arrays: Iterator[object], done: dict[int, tuple[Leaf, Leaf]]) -> PyTree:
+def with_arrays_for_floats(instance: PyTree) -> tuple[PyTree, list[Leaf]]:
+    """Returns an instance with an array in place of each of its floats, and its arrays and floats.
+
+    Floats are those of Python and of NumPy, complex numbers, too.
+
+    Raises `ValueError` if an object holds itself.
+    """
+    found: list[Leaf] = []
+    return _replaced(instance, None, found, {}), found
+
+
+@functools.lru_cache(512)
+def is_float_type(kind: Any) -> bool:
+    """True of the types of floats and complex numbers of Python and of NumPy, but not of arrays."""
+    if kind is float or kind is complex:
+        return True
+    is_scalar = isinstance(kind, type) and issubclass(kind, np.generic)
+    return is_scalar and bool(jnp.issubdtype(kind, np.inexact))
+
+
+def _replaced(
+    x: Leaf,
+    arrays: Iterator[object] | None,
+    found: list[Leaf] | None,
+    done: dict[int, tuple[Leaf, Leaf]],
+) -> PyTree:
     """Does so for a part of an instance.
 
     No closure, which would refer to itself, and be left to the collector for each instance.
 
     Args:
       x: the part.
-      arrays: those that are left.
+      arrays: those that are left, if arrays are replaced.
+      found: the arrays and floats so far, if floats are replaced.
       done: what stands for parts met before, by id, and these, so that no other has their id.
     """
     kind: Any = type(x)
+    if found is not None and is_float_type(kind):
+        found.append(x)
+        return np.zeros((), np.float32)
     if kind in PLAIN_TYPES:
         return x
     is_plain = kind is tuple or kind is list
@@ -172,7 +201,9 @@ def _replaced(x: Leaf, arrays: Iterator[object], done: dict[int, tuple[Leaf, Lea
     elif fields is not None and tuple(x.__dict__) == fields:
         parts = x.__dict__.values()
     elif is_array(x):
-        replacement = next(arrays)  # one for each time that it is met
+        if found is not None:
+            found.append(x)
+        replacement = x if arrays is None else next(arrays)  # one for each time that it is met
         return done.setdefault(id(x), (replacement, x))[0]
     elif (node := children_of(x)) is not None:
         fields, parts = None, node[1]
@@ -182,7 +213,10 @@ def _replaced(x: Leaf, arrays: Iterator[object], done: dict[int, tuple[Leaf, Lea
     if known is None:
         done[id(x)] = _UNFINISHED, x
         new = [
-            part if type(part) in PLAIN_TYPES else _replaced(part, arrays, done) for part in parts
+            part
+            if type(part) in PLAIN_TYPES and found is None
+            else _replaced(part, arrays, found, done)
+            for part in parts
         ]
         if fields is None:
             copied = kind(new) if is_plain else _rebuild(x, new)

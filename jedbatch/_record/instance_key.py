@@ -59,13 +59,19 @@ def instance_key(
 
     The classes of objects that are met are added to `classes`, until there are too many.
     """
-    classes = _met if classes is None else classes
     if _is_plain_tree(instance):
         try:
             return marshal.dumps(instance, 2), []
         except ValueError:
             pass  # too deep
+    return written_key(instance, classes)
 
+
+def written_key(
+    instance: PyTree, classes: ClassesMet | None = None
+) -> tuple[tuple[Hashable, ...] | None, list[Leaf]]:
+    """Returns what `instance_key` does, with a key of one token for each part of the instance."""
+    classes = _met if classes is None else classes
     found = _compiled_tokens(instance, classes)
     if found is not None:
         return found
@@ -140,8 +146,10 @@ def instance_key(
     return key, arrays
 
 
-def _compiled_tokens(instance: PyTree, classes: ClassesMet) -> tuple[Hashable, list[Leaf]] | None:
-    """Returns what `instance_key` does, from C; None if that leaves it to Python.
+def _compiled_tokens(
+    instance: PyTree, classes: ClassesMet
+) -> tuple[tuple[Hashable, ...], list[Leaf]] | None:
+    """Returns what `written_key` does, from C; None if that leaves it to Python.
 
     That looks into tuples, named ones, too, lists, dicts by strings, arrays of NumPy, and objects
     whose attributes are in their dicts, and at nothing twice.

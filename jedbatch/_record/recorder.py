@@ -41,6 +41,7 @@ from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.interpret import has_gradient, returns_nothing
 from jedbatch._jaxpr.numbers import BODIES, Number
 from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
+from jedbatch._record.arithmetic import PythonNumber, read_by_jax
 from jedbatch._record.cell import Cell, pause
 from jedbatch._record.containers import shared_token, tokens_of_containers
 from jedbatch._record.custom_rules import (
@@ -62,6 +63,7 @@ from jedbatch._record.fast_path import (
     refuse_call,
 )
 from jedbatch._record.filled_arrays import known_filling
+from jedbatch._record.floats import Floating
 from jedbatch._record.grouping import Grouping
 from jedbatch._record.inlining import record_inlined
 from jedbatch._record.instance_arrays import array_type, is_array, owned_arrays, replace_arrays
@@ -158,6 +160,7 @@ class Recorder(Trace):
         self._here = None if grouping is None else grouping.here
         self.locates = grouping is not None and grouping.picks
         self.keeps_types = False
+        self.has_numbers = False  # of Python, for floats of the instance
         if self._here is not None:
             self.call_cell = self._marking(self.call_cell)
 
@@ -207,8 +210,13 @@ class Recorder(Trace):
             return instance
         types = list(map(array_type, arrays)) if types is None else types
         kind_of = {id(t): self.registry.value_type(*t) for t in {id(t): t for t in types}.values()}
-        values = [self.leaf_value(kind_of[id(t)], leaf, ()) for leaf, t in enumerate(types)]
-        return replace_arrays(instance, iter(values))
+        kinds = [kind_of[id(t)] for t in types]
+        self.has_numbers = type(instance) is Floating
+        if type(instance) is Floating:
+            return replace_arrays(instance.with_arrays(), iter(instance.as_symbols(self, kinds)))
+        return replace_arrays(
+            instance, iter([self.leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)])
+        )
 
     def forget(self) -> None:
         """Lets go of everything symbolic, and of those who computed its values."""
@@ -268,6 +276,8 @@ class Recorder(Trace):
     def symbol(self, x: Leaf) -> Leaf:
         """Any array or number as a symbol."""
         if isinstance(x, Tracer):
+            if type(x) is PythonNumber:
+                return x.operands.read(x)
             if isinstance(x, Symbol):
                 x._trace.is_valid()
             if x._trace is self:
@@ -419,6 +429,8 @@ class Recorder(Trace):
     def process_primitive(self, primitive, tracers, params, /):
         if primitive.multiple_results and returns_nothing(params):
             return []
+        if self.has_numbers:
+            tracers = list(map(read_by_jax, tracers))
         if primitive.name == "slice" and type(tracers[0]) is not Value:
             cut = row_of_weight(self, tracers[0], params)
             if cut is not None:

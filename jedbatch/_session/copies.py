@@ -438,6 +438,7 @@ def plan_copies(
             {**seconds, **times},
             num_known,
             apart=session.records.lengths.shown,
+            assumed=session.records.shown,
             outline=found.placed,
         ),
     )

@@ -369,6 +369,7 @@ def with_inputs(
             tracers,
             ragged_calls,
             lengths.shown,
+            session.records.shown,
             counter_of_tiles(records, arrays),
             regions.tiles.apart if calls else None,
             numbers=numbers,

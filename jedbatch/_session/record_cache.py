@@ -12,6 +12,7 @@ from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.regions import RaggedRecord, Regions
 from jedbatch._ragged.tiled_records import Expansion
 from jedbatch._record.environment import NOWHERE, Reached
+from jedbatch._record.floats import Floats
 from jedbatch._record.granularity.fuse import GRANULARITIES, Blocks
 from jedbatch._record.granularity.lists import StackedLists
 from jedbatch._record.granularity.readout import Readouts
@@ -115,12 +116,14 @@ class RecordCache:
       with_arrays: records of instances with arrays, as long as lengths do not matter.
       lengths, regions: of arrays whose length differs, and what is done to them.
       expansion: of graphs for all lengths to graphs for those of a minibatch.
+      floats: of instances, which may be operands.
       num_recorded: minibatches of which some instances had to be recorded.
     """
 
     def __init__(self, registry: Registry, options: Options, target: Target):
         self.registry = registry
         self.num_recorded = 0
+        self.floats = Floats(registry.budget)
         self.grouping = GRANULARITIES[options.granularity or "cell"](registry)
         self.merging = Merging(registry) if options.granularity is None else None
         self.unmarked: Blocks | None = self.merging.blocks if self.merging else None
@@ -242,8 +245,15 @@ class RecordCache:
         return merged + self.registry.arities.revision + self.registry.shared_operands.revision
 
     def assumed(self) -> tuple[Hashable, ...]:
-        """Returns assumptions about lengths, numbers and lists that differ, and granularity."""
-        return self.lengths.revision, self.regions.revision, self.revision, self.grouping
+        """Returns assumptions about lengths, numbers, floats and lists, and granularity."""
+        floats = self.floats.revision, self.floats.apart
+        return self.lengths.revision, self.regions.revision, self.revision, self.grouping, floats
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """What is assumed of instances, for printed plans."""
+        why = self.floats.apart
+        return () if why is None else (f"instances are told apart by their floats, since {why}",)
 
     def forget_records(self) -> None:
         """Forgets all records: types they are of have become others."""

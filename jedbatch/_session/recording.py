@@ -5,13 +5,15 @@ in length do not make another key, as long as the function can be recorded witho
 (see `_ragged.lengths`).
 """
 
+import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import numpy as np
 
 from jedbatch._graph.record import Record
@@ -19,10 +21,13 @@ from jedbatch._jaxpr.symbolic_dims import LengthDecisionError, Questions, noting
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.calls import lacks_rows
 from jedbatch._ragged.cutting import cut_graphs
-from jedbatch._ragged.lengths import RaggedTypes
+from jedbatch._ragged.lengths import RaggedTypes, without_lengths
 from jedbatch._ragged.regions import RaggedRecord
 from jedbatch._ragged.tiled_records import on_tiles
+from jedbatch._record.asking import Asked, noting_whether_it_asks
 from jedbatch._record.environment import Reached
+from jedbatch._record.failures import line_of
+from jedbatch._record.floats import Floating, without_floats
 from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.instance_key import (
@@ -30,6 +35,7 @@ from jedbatch._record.instance_key import (
     instance_key,
     keys_with_arrays,
     plain_keys,
+    written_key,
 )
 from jedbatch._record.trace import trace
 from jedbatch._session.degenerate import warn_if_slowly_recorded, warn_if_some_are_apart
@@ -37,7 +43,7 @@ from jedbatch._session.merging import warn_if_costly
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.types import Array
-from jedbatch.errors import PerformanceWarning
+from jedbatch.errors import PerformanceWarning, SymbolicValueError
 
 MANY_INSTANCES, FEW_INSTANCES = 64, 16  # of a minibatch, and of those that go ahead
 # Of arrays that are found at a glance: those that JAX computes with whatever its configuration.
@@ -120,10 +126,15 @@ class Recording:
             *found, num_known = self._find(cache, instances, read)
             return *found, num_known - num_ahead
 
-        if is_new and len(instances) >= MANY_INSTANCES:
-            few = instances[:FEW_INSTANCES]
-            until_guards_hold(lambda: self._find(cache, few, read), cache.assumed)
-        records, arrays, tracers, num_known = until_guards_hold(attempt, cache.assumed)
+        apart = cache.floats.apart
+        try:
+            if is_new and len(instances) >= MANY_INSTANCES:
+                few = instances[:FEW_INSTANCES]
+                until_guards_hold(lambda: self._find(cache, few, read), cache.assumed)
+            records, arrays, tracers, num_known = until_guards_hold(attempt, cache.assumed)
+        except Exception:
+            cache.floats.apart = apart  # floats were not the reason
+            raise
         warn_if_some_are_apart(cache.registry, cache.lengths)
         if num_known < len(instances):
             warn_if_slowly_recorded(cache.registry, cache.num_recorded)
@@ -147,6 +158,10 @@ class Recording:
             keys = list(plain)
         else:
             self._take_keys(instances, others, plain, keys, arrays)
+        floating = self._take_floats(cache, instances, others, keys, arrays)
+        if floating:
+            are_plain = False
+            instances = [floating.get(i, x) for i, x in enumerate(instances)]
         given = cache.look(keys, arrays)
         if are_plain:  # without arrays
             records = list(map(cache.by_key.get, keys))
@@ -164,12 +179,13 @@ class Recording:
         ]
         if not new:
             _set_short_apart(cache, records, arrays, given)
-            if self.key is None and not are_plain:
+            if self.key is None and not (are_plain or floating):
                 cache.keep(subjects, records, arrays)
             return records, arrays, [], len(instances)
         revision, grouping = cache.revision, cache.grouping
         mine, own, types = [[x[i] for i in new] for x in (instances, arrays, given)]
-        graphs, keep, tracers = self._record(cache, new, mine, own, types, read)
+        with self._floats_as_operands(cache, mine):
+            graphs, keep, tracers = self._record(cache, new, mine, own, types, read)
         cache.check(revision)
         if cache.grouping is not grouping and any(r is not None for r in records):
             raise GuardFailed
@@ -180,10 +196,12 @@ class Recording:
         _set_short_apart(cache, records, arrays, given)
         kept = [i for i, k in zip(new, keep, strict=True) if k and keys[i] is not None]
         cache.keep_new([keys[i] for i in kept], [records[i] for i in kept])
-        if self.key is None and any(given) and len(kept) == len(new):
+        if self.key is None and any(given) and len(kept) == len(new) and not floating:
             cache.keep(subjects, records, arrays)
         if self.key is None:
-            stay = set(itertools.compress(others, constant))  # and have an identity of their own
+            stay = set(itertools.compress(others, constant)) - set(
+                floating
+            )  # and have an identity of their own
             same = [i for i in kept if i in stay and len(instances[i]) == 1]
             cache.keep_seen([subjects[i] for i in same], [records[i] for i in same])
         return records, arrays, tracers, len(instances) - len(new)
@@ -205,6 +223,67 @@ class Recording:
                 ids = list(map(id, arrays[i]))
                 form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]
                 keys[i] = ("given", self.key(*instances[i]), *form)
+
+    def _take_floats(
+        self,
+        cache: RecordCache,
+        instances: Sequence[tuple],
+        which: Sequence[int],
+        keys: list[Hashable],
+        arrays: list[Any],
+    ) -> dict[int, Floating]:
+        """Returns instances whose floats are operands; writes their keys and arrays."""
+        floats = cache.floats
+        if self.key is not None or not floats.are_looked_at:
+            return {}
+        met = []
+        for i in which:
+            key = keys[i]
+            if not isinstance(key, tuple):
+                subject = instances[i][0] if len(instances[i]) == 1 else instances[i]
+                key = written_key(subject, self.classes)[0]
+            if key is None:
+                continue
+            without, own = without_floats(key)
+            form = floats.form(without, instances[i], own, without_lengths)
+            if form is not None:
+                form.note(own)
+                met.append((i, without, form, own))
+        found = {}
+        for i, without, form, own in met:
+            made = floats.floating(instances[i], form, own)
+            if made is not None:
+                found[i], operands = made
+                keys[i] = *without, ("floats", form.arithmetic.read)
+                arrays[i] = form.arrays(arrays[i], operands)
+        return found
+
+    @contextlib.contextmanager
+    def _floats_as_operands(self, cache: RecordCache, instances: Sequence[Any]) -> Iterator[None]:
+        """Raises `GuardFailed` if what is recorded inside is to be recorded again.
+
+        So it is if Python needs floats themselves, or asks for their types, or has computed with
+        them what is no operand yet.
+        """
+        floats = cache.floats
+        if not any(type(x) is Floating for x in instances):
+            yield
+            return
+        asked: list[Asked] = []
+        try:
+            with noting_whether_it_asks(asked):
+                yield
+        except PerformanceWarning:
+            raise
+        except Exception as error:
+            needs = isinstance(error, SymbolicValueError | jax.errors.JAXTypeError)
+            why = "Python needs the value of one" if needs else "what is done with one is unknown"
+            floats.apart = f"{why}{line_of(error)}"
+            raise GuardFailed from None
+        if asked[0].anything:
+            floats.apart = "the function asks for types, or catches errors"
+        if asked[0].anything or floats.note_missing(instances):
+            raise GuardFailed
 
     def _record(self, cache: RecordCache, numbers, instances, arrays, given, read) -> Any:
         """Records instances: (records, whether to keep each, closed-over tracers).

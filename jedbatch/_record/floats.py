@@ -1,0 +1,215 @@
+"""Floats of instances: constants until many sets of them were met, then operands.
+
+    {"y0": array, "mu": 0.3, "t1": np.float32(2)}
+
+Instances that differ in floats alone have the same graph, unless Python decides on one. So once
+instances of one form have had more than a few sets of floats, one of them is recorded with
+`PythonNumber`s in place of its floats: Python and NumPy compute with them as ever, and what an
+operation of JAX reads is one more array of the instance, computed by the noted arithmetic. If the
+function needs the value of a float, or asks for its type, floats are constants for good.
+"""
+
+import struct
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jedbatch._record.arithmetic import Arithmetic, Operands, PythonNumber, as_jax_sees
+from jedbatch._record.instance_arrays import is_float_type, with_arrays_for_floats
+from jedbatch._record.registry import MAX_CONSTANT_NUMBERS
+from jedbatch._record.symbols import RecorderLike, Value
+from jedbatch._support.caches import Budget, Memory
+from jedbatch._support.types import Array, PyTree
+
+MOST_TRIED = 64  # instances that are looked at for floats before there are operands
+FORM_BYTES = 1 << 11  # of what is known of a form, about
+NO_ARRAY = np.zeros((), np.float32)
+
+
+class Form:
+    """Instances that differ in floats, and in lengths of arrays.
+
+    Attributes:
+      arithmetic: what Python computes with the floats.
+      are_operands: whether they are operands.
+      places: of the floats among the arrays and floats of an instance.
+    """
+
+    def __init__(self, places: Sequence[int]):
+        self.arithmetic = Arithmetic()
+        self.are_operands = False
+        self.places = places
+        self._sets: set[tuple] = set()
+
+    def note(self, floats: Sequence[Any]) -> None:
+        """Takes note of the floats of an instance."""
+        if not self.are_operands:
+            self._sets.add(tuple(floats))
+            if len(self._sets) > MAX_CONSTANT_NUMBERS:
+                self.are_operands = True
+                self._sets.clear()
+
+    def arrays(self, arrays: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
+        """Returns the arrays of an instance with others for its floats, and operands after them."""
+        found = list(arrays)
+        for place in self.places:
+            found.insert(place, NO_ARRAY)
+        return [*found, *operands]
+
+
+class Floating(tuple):
+    """The mapped arguments of an instance whose floats are operands.
+
+    Attributes:
+      form: of the instance.
+      floats: in order.
+      weak: of each operand, whether its dtype gives way to that of others.
+      operands: of its recording, if it was recorded.
+    """
+
+    form: Form
+    floats: list[Any]
+    weak: list[bool]
+    operands: "OperandsOfInstance | None" = None
+
+    def with_arrays(self) -> PyTree:
+        """Returns the arguments with arrays in place of floats."""
+        return with_arrays_for_floats(tuple(self))[0]
+
+    def as_symbols(self, recorder: RecorderLike, kinds: Sequence[int]) -> list[Any]:
+        """Returns what is recorded in place of its arrays and floats.
+
+        Args:
+          recorder: records the instance.
+          kinds: the ids of the types of its arrays and operands.
+        """
+        floats = dict(zip(self.form.places, self.floats, strict=True))
+        first, types = len(kinds) - len(self.weak), recorder.registry
+        values: list[Any] = []
+        for k, kind in enumerate(kinds):
+            if k in floats:
+                values.append(None)
+                continue
+            if k >= first and self.weak[k - first]:
+                kind = types.value_type(types.avals[kind].shape, types.avals[kind].dtype, True)
+            values.append(recorder.leaf_value(kind, k, ()))
+        self.operands = OperandsOfInstance(recorder, self.form.arithmetic, values[first:])
+        for k, x in floats.items():
+            values[k] = self.operands.held(recorder, k, x)
+        return values[:first]
+
+
+class OperandsOfInstance(Operands):
+    """The operands of an instance that is recorded."""
+
+    def __init__(self, recorder: RecorderLike, arithmetic: Arithmetic, values: Sequence[Value]):
+        super().__init__(arithmetic, values)
+        self._recorder = recorder
+
+    def made(self, number: PythonNumber) -> None:
+        """Has calls of cells read the operand where they get the number."""
+        symbol: Any = self._values.get(number.step)
+        if symbol is not None:
+            self._recorder.known[id(number)] = symbol.type, symbol.index
+            self._recorder.kept.append(number)
+
+    def constant(self, number: PythonNumber) -> Array:
+        """Returns the value, as an input of the instance."""
+        return self._recorder.number(as_jax_sees(number.value))
+
+
+class Floats:
+    """Which floats of instances are operands.
+
+    Attributes:
+      apart: why floats are constants, however many there are; None if they need not be.
+      revision: how often other operands were found.
+    """
+
+    def __init__(self, budget: Budget):
+        self.apart: str | None = None
+        self.revision = 0
+        self._forms: dict[Hashable, Form] = Memory(None, budget, lambda *_: FORM_BYTES)
+        self._of_lengths: dict[Hashable, Form | None] = Memory(None, budget, lambda *_: FORM_BYTES)
+        self._left = MOST_TRIED
+        self._are_some_operands = False
+
+    @property
+    def are_looked_at(self) -> bool:
+        """Returns whether floats may be operands."""
+        return self.apart is None and (self._are_some_operands or self._left > 0)
+
+    def form(
+        self,
+        key: tuple[Hashable, ...],
+        instance: tuple,
+        floats: Sequence[Any],
+        without_lengths: Callable[[Hashable], Hashable],
+    ) -> Form | None:
+        """Returns the form of an instance; None if it has no floats, or they are constants.
+
+        Args:
+          key: of the instance, without the values of floats.
+          instance: the instance.
+          floats: in order.
+          without_lengths: makes a key that does not depend on lengths of arrays.
+        """
+        self._left -= 1
+        if not floats or key in self._of_lengths:
+            return self._of_lengths[key] if floats else None
+        form = None
+        try:
+            leaves = with_arrays_for_floats(instance)[1]
+        except (ValueError, RecursionError):  # it holds itself, or is deep
+            leaves = []
+        kinds: list[Any] = list(map(type, leaves))
+        places = [k for k, kind in enumerate(kinds) if is_float_type(kind)]
+        if list(map(repr, floats)) == [repr(leaves[k]) for k in places]:  # none is in an attribute
+            form = self._forms.setdefault(without_lengths(key), Form(places))
+        self._of_lengths[key] = form
+        return form
+
+    def floating(self, instance: tuple, form: Form, floats: list[Any]) -> Any:
+        """Returns (an instance whose floats are operands, the operands); None if they are not."""
+        if not form.are_operands:
+            return None
+        self._are_some_operands = True
+        try:
+            operands = form.arithmetic.results(dict(zip(form.places, floats, strict=True)))
+        except Exception:  # Python raises it again where it runs the function, if it gets there
+            return None
+        made = Floating(instance)
+        made.form, made.floats = form, floats
+        made.weak = [x.weak for x in operands]
+        return made, [x.value for x in operands]
+
+    def note_missing(self, instances: Sequence[Any]) -> bool:
+        """Returns whether JAX has read results of arithmetic that are no operands yet."""
+        found = False
+        for instance in instances:
+            if type(instance) is Floating and instance.operands and instance.operands.missing:
+                arithmetic, missing = instance.form.arithmetic, instance.operands.missing
+                arithmetic.note_read([k for k in missing if k not in arithmetic.read])
+                found = True
+        self.revision += found
+        return found
+
+
+def without_floats(key: tuple[Hashable, ...]) -> tuple[tuple[Hashable, ...], list[Any]]:
+    """Returns the key of an instance (see `written_key`) without values of floats, and these."""
+    found, floats = list(key), []
+    for k, token in enumerate(key):
+        if type(token) is tuple and len(token) in (2, 3) and is_float_type(token[0]):
+            found[k] = token[:1]
+            floats.append(_float_of(*token))
+    return tuple(found), floats
+
+
+def _float_of(kind: type, *content: Any) -> Any:
+    """Returns a float as `typed` wrote it."""
+    if kind is float:
+        return struct.unpack("d", content[-1])[0]
+    if kind is complex:
+        return complex(*struct.unpack("dd", content[-1]))
+    return np.frombuffer(content[-1], content[0])[0]
