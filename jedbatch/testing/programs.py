@@ -466,6 +466,10 @@ def _lines(kind: str, *rest: Any) -> list[str]:
 # --- parameters and instances ---
 
 
+FLOATS = {"float": float, "float32": np.float32, "float64": np.float64, "float16": np.float16}
+MANY_FLOATS = 6  # more than are constants
+
+
 @dataclasses.dataclass(frozen=True)
 class Instance:
     """The Python values that differ between instances; arrays are drawn from a seed.
@@ -477,6 +481,7 @@ class Instance:
       dag: pairs of earlier results, of which there are two at first.
       lengths: of the arrays of any length.
       seed: of the values of arrays.
+      floats: their type.
     """
 
     n: int = 0
@@ -485,6 +490,11 @@ class Instance:
     dag: tuple[tuple[int, int], ...] = ()
     lengths: tuple[int, int] = (1, 1)
     seed: int = 0
+    floats: str = "float"
+
+    def others(self, count: int) -> "list[Instance]":
+        """Instances that differ in floats and arrays alone."""
+        return [dataclasses.replace(self, seed=self.seed + 2 * WORDS * k) for k in range(count)]
 
     def arguments(self) -> Mapping[str, Any]:
         """The arguments of a program by name."""
@@ -496,7 +506,7 @@ class Instance:
             "tree": self.tree,
             "dag": self.dag,
             "word": self.seed % WORDS,
-            "number": round(float(rng.normal()), 2),
+            "number": FLOATS[self.floats](round(float(rng.normal()), 2)),
             "flag": self.seed % 2 == 0,
             "vector": vector,
             "brief": jnp.asarray(brief, jnp.bfloat16),

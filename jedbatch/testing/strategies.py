@@ -10,6 +10,8 @@
 What fails shrinks to a few lines, which `print(case)` shows as Python. `hypothesis` is the module.
 """
 
+import dataclasses
+
 from jedbatch.testing.cases import (
     EXECUTORS,
     GRANULARITIES,
@@ -22,7 +24,9 @@ from jedbatch.testing.cases import (
     Way,
 )
 from jedbatch.testing.programs import (
+    FLOATS,
     HELPERS,
+    MANY_FLOATS,
     MARKS,
     OPERATIONS,
     REGISTERS,
@@ -184,4 +188,8 @@ def cases(draw: st.DrawFn, decides: bool | None = None) -> Case:
     some = draw(st.lists(instances(), min_size=1, max_size=5))
     floats = any(s[0] == "float" for s in program.statements)
     way = draw(ways(program.decides, floats))
-    return Case(program, tuple(some), way, draw(st.integers(0, 9)))
+    seed, kind = draw(st.integers(0, 9)), draw(st.sampled_from(["float", *FLOATS]))
+    if draw(st.sampled_from([False, False, True])):
+        some = some[0].others(MANY_FLOATS)
+    some = [dataclasses.replace(instance, floats=kind) for instance in some]
+    return Case(program, tuple(some), way, seed)
