@@ -155,7 +155,7 @@ class Foreseen:
         own_reference = new.references[template.old_reference]
         first = steps[owner, BEFORE.start + VALUES]
         is_chained = (own_reference >= first) & (own_reference < first + counts[owner, VALUES])
-        place = places[owner, VALUES] + own_reference - first + template.old_offset
+        place = places[owner, VALUES] + own_reference - first
         chained = np.where(is_chained, place, -1)
 
         owner = np.searchsorted(places[:, INPUTS], template.inputs, "right") - 1

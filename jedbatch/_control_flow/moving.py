@@ -67,17 +67,15 @@ class Moving:
         self._reads += int64_of(recorder.references, len(self._reads)).tolist()
         for c in int64_of(recorder.call_specs, len(self._first_read) - 1).tolist():
             call_spec = types.call_specs[c]
-            self._first_read.append(self._first_read[-1] + len(call_spec.widths))
+            self._first_read.append(self._first_read[-1] + call_spec.arity)
             self._first_result.append(self._first_result[-1] + len(call_spec.results))
 
     def _call_spec(self, node: int) -> Any:
         return self._recorder.registry.call_specs[self._recorder.call_specs[node]]
 
     def _operands(self, node: int) -> list[int]:
-        """Returns what a node reads; a reference to a tuple stands for all that is in it."""
-        reads = self._reads[self._first_read[node] : self._first_read[node + 1]]
-        pairs = zip(reads, self._call_spec(node).widths, strict=True)
-        return [read + k for read, width in pairs for k in range(width)]
+        """Returns what a node reads."""
+        return self._reads[self._first_read[node] : self._first_read[node + 1]]
 
     def _visit(self, node: int, instance: int) -> None:
         """Notes which results of a node move."""

@@ -18,7 +18,7 @@ from jedbatch._program.capacity import round_up
 from jedbatch._program.round_template import NOT_RUN, RoundTemplate
 from jedbatch._record.fast_path import lists_of_ints
 from jedbatch._record.recorder import Recorder
-from jedbatch._record.trace import find_operands, host_rows
+from jedbatch._record.trace import host_rows
 from jedbatch._support.types import Array
 
 References = Mapping[Kind, Sequence[int]]  # by arena: values, and inputs as `-1 - i`
@@ -41,7 +41,6 @@ class RecordedGraph:
     def __init__(self, recorder: Recorder):
         self.recorder = recorder
         (self.turns,) = lists_of_ints(recorder.result, 1)
-        self._num_references = 0
         self._ran: list[tuple[np.ndarray, RoundTemplate, np.ndarray]] = []
         self._ran_ahead: list[tuple[np.ndarray, np.ndarray]] = []  # nodes and their lanes
         self.node_type = GrowingArray(np.int32)
@@ -180,9 +179,8 @@ class RecordedGraph:
         """Takes up what was recorded since the last time."""
         recorder, registry = self.recorder, self.recorder.registry
         calls = int64_of(recorder.call_specs, len(self.node_type))
-        references = int64_of(recorder.references, self._num_references)
-        self._num_references += len(references)
-        node_type, arity, operand = find_operands(registry, calls, references)
+        operand = int64_of(recorder.references, len(self.operand))
+        node_type, arity = (column[calls] for column in registry.call_specs.columns)
         counts = np.array([t.num_results for t in registry.types], np.int64)[node_type]
         first = len(self.node_type)
         self.node_type.extend(node_type)

@@ -38,9 +38,6 @@ def template_of(
     )
     value_node = graph.value_node.array[own_values]
     source, old = find_sources(operand, first.values, first.inputs, num_values, inputs)
-    calls = [registry.call_specs[c] for c in new.calls.tolist()]
-    widths = np.array([w for call in calls for w in call.widths], np.int64)
-    part_of, part = np.repeat(np.arange(len(widths)), widths), ranges(np.zeros_like(widths), widths)
     arity = np.diff(graph.operand_ptr.array)[own_nodes]
     places = ranges(pointers(arity)[place], arity[place])[old]
     node_type = graph.node_type.array
@@ -58,8 +55,7 @@ def template_of(
         np.append(layout.lane, NOT_RUN)[runs],
         np.where(runs < 0, 0, slot),
         source,
-        part_of[places],
-        part[places],
+        places,
         inputs,
         len(new.groups),
         tuple([_inputs_of(graph, new, inputs, g) for g in groups]),

@@ -244,8 +244,7 @@ class Workspace:
         if bound is None:
             return None
         first_lane = [self._lanes[t] for t in placed.type_ids]
-        old = new.references[template.old_reference]
-        old_row = graph.rows(old + template.old_offset if template.has_parts else old)
+        old_row = graph.rows(new.references[template.old_reference])
         if not bound.has_lanes(first_lane) or not self._has_room(template.pending):
             return None
         if len(old_row) and old_row.min() < 0:

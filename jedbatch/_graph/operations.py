@@ -1,7 +1,6 @@
 """The operations of nodes, and how their calls are recorded: records that a `Registry` interns."""
 
 import functools
-import itertools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,18 +90,18 @@ class CallSpec:
     Attributes:
       id: position among the call specs.
       node_type: id of the type of its nodes.
-      widths: operands that each reference stands for.
+      arity: number of its operands.
       results: value type ids of its results.
       tree: pytree structure of what it returns; None if that is one array.
       unit: token of a result that stays as it is, such as a tuple; else None.
     """
 
-    __slots__ = ("id", "node_type", "results", "tree", "unit", "widths")
+    __slots__ = ("arity", "id", "node_type", "results", "tree", "unit")
 
-    def __init__(self, id, node_type, widths, results, tree, unit):
+    def __init__(self, id, node_type, arity, results, tree, unit):
         self.id = id
         self.node_type = node_type
-        self.widths = widths
+        self.arity = arity
         self.results = results
         self.tree = tree
         self.unit = unit
@@ -113,19 +112,17 @@ class CallSpecs(list[CallSpec]):
 
     def __init__(self) -> None:
         super().__init__()
-        self._columns = np.zeros(0, np.int32), np.zeros(1, np.int64), np.zeros(0, np.int64)
+        self._columns = np.zeros(0, np.int32), np.zeros(0, np.int64)
 
     @property
-    def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(int32[C] node types, int64[C + 1] where the widths of each begin, int64[W] widths)."""
-        types, ptr, widths = self._columns
+    def columns(self) -> tuple[np.ndarray, np.ndarray]:
+        """(int32[C] node types, int64[C] numbers of operands)."""
+        types, arity = self._columns
         if len(types) < len(self):
             new = self[len(types) :]
-            ends = itertools.accumulate((len(spec.widths) for spec in new), initial=len(widths))
             self._columns = (
                 np.append(types, np.array([spec.node_type for spec in new], np.int32)),
-                np.append(ptr[:-1], np.array(list(ends), np.int64)),
-                np.append(widths, np.array([w for spec in new for w in spec.widths], np.int64)),
+                np.append(arity, np.array([spec.arity for spec in new], np.int64)),
             )
         return self._columns
 

@@ -71,8 +71,7 @@ class RoundTemplate:
         value as a result; the lane is `NOT_RUN` if its node does not run.
       source: where the row of each operand is: among those of values, inputs and older operands,
         one after the other.
-      old_reference, old_offset: of which reference recorded each older operand is a part, and
-        which one.
+      old_reference: which of the references recorded each older operand is.
       inputs: the inputs read, counted from the first one recorded, ascending.
       num_inputs: how many were recorded.
       groups: the inputs read, by value type.
@@ -87,18 +86,12 @@ class RoundTemplate:
     value_slot: Int64[np.ndarray, " V"]
     source: Int64[np.ndarray, " E"]
     old_reference: Int64[np.ndarray, " Q"]
-    old_offset: Int64[np.ndarray, " Q"]
     inputs: Int64[np.ndarray, " J"]
     num_inputs: int
     groups: tuple[TemplateInputs, ...]
     wanted: Mapping[Kind, Int64[np.ndarray, " _"]]
     pending: Mapping[int, int]
     _bound: tuple[Signature, BoundTemplate | None] | None = None
-
-    @functools.cached_property
-    def has_parts(self) -> bool:
-        """Whether an older operand is a part of a tuple other than the first."""
-        return bool(self.old_offset.any())
 
     @functools.cached_property
     def cares_for_values(self) -> bool:

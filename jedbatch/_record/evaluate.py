@@ -12,7 +12,7 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
-from jedbatch._graph.paths import pointers
+from jedbatch._graph.paths import pointers, ranges
 from jedbatch._record.cell import Cell, recording
 from jedbatch._record.closures import cell_of
 from jedbatch._record.instance_arrays import array_type
@@ -66,14 +66,11 @@ def record_graph(
         t, *operands = distinct[d][: 1 + int(arity[first[d]])].tolist()
         args = [stand_in(what) for what in operands]
         recorded = recorder.cell_call_spec(cells[t], (*shared, *args), {})
-        widths = tuple(1 if w < 0 else len(made_by[w].results) for w in operands)
-        if recorded is None or len(recorded[1]) != sum(widths):
+        num_values = sum(1 if w < 0 else len(made_by[w].results) for w in operands)
+        if recorded is None or len(recorded[1]) != num_values:
             del recorder.input_group[first_input:], recorder.input_value[first_input:]
             return None
-        call_spec = recorded[0]
-        call_specs[d] = recorder.registry.add_call_spec(
-            call_spec.node_type, widths, call_spec.results, call_spec.tree
-        )
+        call_spec = call_specs[d] = recorded[0]
         same = made_by.setdefault(t, call_spec)
         if (same.results, same.tree) != (call_spec.results, call_spec.tree):
             raise TypeError(
@@ -81,10 +78,12 @@ def record_graph(
                 "different nodes of a prepared graph; expected the same at all of them. Give "
                 "them different types, or call the cells from Python."
             )
-    ids = np.array([c.id for c in call_specs], np.int64)[which.ravel()]
-    sizes = np.array([len(c.results) for c in call_specs], np.int64)[which.ravel()]
+    which = which.ravel()
+    ids = np.array([c.id for c in call_specs], np.int64)[which]
+    sizes = np.array([len(c.results) for c in call_specs], np.int64)[which]
     starts = recorder.num_values + pointers(sizes)
     references = np.where(inputs, operand - first_input, starts[operand])
+    references = ranges(references, np.where(inputs, 1, sizes[operand]))
     recorder.call_specs += ids.tolist()
     recorder.mark()
     recorder.references += references.tolist()

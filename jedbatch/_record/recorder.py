@@ -20,8 +20,8 @@ becomes of it:
                                 often it is repeated: a node
     neither                     computed now; the result is a constant
 
-A tuple that a cell returns is remembered as a whole, so that passing a state (h, c) on is one
-reference, not two. References are turned into operands for all instances together, in NumPy.
+A tuple that a cell returns is remembered as a whole, so that a state (h, c) that is passed on is
+looked up once.
 
 Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a custom
 `jax.core.Trace` as in JAX's autodidax.
@@ -95,8 +95,7 @@ class Recorder(Trace):
       caller: JAX's trace around the batched function.
       counter: a list of one number, that of results so far.
       call_specs: the id of the call spec of every node.
-      references: what the nodes read: results, or inputs as `-1 - i`; a reference to a tuple is
-        its first element's.
+      references: what the nodes read: results, or inputs as `-1 - i`.
       input_group, input_value: how every input is read, and its value or position.
       tracers: tracers of outer transformations that the function closes over.
       caching: whether the current instance's graph is good for later calls too.

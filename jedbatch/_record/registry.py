@@ -136,7 +136,6 @@ class Registry:
         )
         self.chains: dict[tuple, list[CallSpec]] = Memory(None, budget, of_memo)
         self.operators: dict[tuple, Any] = Memory(None, budget, of_memo)
-        self._single: dict[int, CallSpec] = {}
         self._alike: dict[Hashable, Alike] = {}
         self._known_transient: dict[int, bool] = {}
         self._known_paths: dict[int, set[tuple]] = {}
@@ -276,12 +275,7 @@ class Registry:
             structure = None if tree == jax.tree.structure(0) else tree
             type_id = self._intern(self.node_types, node_type)
             self.lines.setdefault(type_id, line_of_user())
-            call_spec = call_specs[full] = self.add_call_spec(
-                type_id,
-                (1,) * len(operands),
-                results,
-                structure,
-            )
+            call_spec = call_specs[full] = self.add_call_spec(type_id, results, structure)
             found = itertools.filterfalse(self.is_reached, extra)
             again = lambda: self.trace(name, call, shared, operands, alone)[0]  # noqa: E731
             if user_code and self.hidden.note(call_spec, name, key, jaxpr, found, again):
@@ -348,10 +342,7 @@ class Registry:
             self._label(name, static, operands, shared),
         )
         call_spec = self._of_user[full] = self.add_call_spec(
-            self._intern(self.node_types, node_type),
-            first.widths,
-            tuple(results),
-            first.tree,
+            self._intern(self.node_types, node_type), tuple(results), first.tree
         )
         return call_spec
 
@@ -423,31 +414,16 @@ class Registry:
             tree = jax.tree.unflatten(self.structure, range(self.num_leaves))
         return [path for path, x in jax.tree.leaves_with_path(tree) if type(x) is int]
 
-    def add_call_spec(self, node_type, widths, results, tree) -> CallSpec:
-        """A way of recording nodes of a type; what it returns depends on the type."""
-        key = ("call_spec", node_type, widths)
-        if (number := self._ids.get(key)) is not None:
-            return number
-        unit = self.unit(results, tree)
-        call_spec = CallSpec(len(self.call_specs), node_type, widths, results, tree, unit)
+    def add_call_spec(self, node_type, results, tree) -> CallSpec:
+        """The recording of nodes of a type; what it returns depends on the type."""
+        key = ("call_spec", node_type)
+        if (known := self._ids.get(key)) is not None:
+            return known
+        unit, arity = self.unit(results, tree), len(self.node_types[node_type].operands)
+        call_spec = CallSpec(len(self.call_specs), node_type, arity, results, tree, unit)
         self.call_specs.append(call_spec)
         self._ids[key] = call_spec
         return call_spec
-
-    def singly(self, call_spec: CallSpec) -> CallSpec:
-        """The kind of call with the same nodes whose references stand for one operand each."""
-        single = self._single.get(call_spec.node_type)
-        if single is None:
-            single, arity = call_spec, sum(call_spec.widths)
-            if arity != len(call_spec.widths):
-                single = self.add_call_spec(
-                    call_spec.node_type,
-                    (1,) * arity,
-                    call_spec.results,
-                    call_spec.tree,
-                )
-            self._single[call_spec.node_type] = single
-        return single
 
     def kinds_of(self, types: Sequence[ValueType]) -> list[int]:
         """The ids of value types."""
@@ -455,10 +431,7 @@ class Registry:
 
     def remember(self, described: Any, call_spec: CallSpec) -> None:
         """Files a call spec under a `Description` of a call."""
-        key = tuple(described.key)
-        if key in self.calls:  # the description had to be found again
-            return
-        self.calls[key] = self.singly(call_spec)
+        self.calls.setdefault(tuple(described.key), call_spec)
 
     @unguarded
     def trace(self, name, call, shared, operands, alone):

@@ -18,7 +18,7 @@ from jax.extend.core import set_current_trace, take_current_trace
 from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import InputColumns, InputRows
-from jedbatch._graph.paths import int64_of, pointers, ranges
+from jedbatch._graph.paths import int64_of, pointers
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import LENGTH, ValueType
 from jedbatch._jaxpr.storage import is_key
@@ -216,8 +216,8 @@ def finish(
     compiled = core()
     if compiled is not None and not registry.arities.padded:
         return _finish_compiled(compiled, registry, columns, outputs, ends)
-    node_type, arity, operand = find_operands(registry, int64_of(recorded), int64_of(references))
-    result = int64_of(outputs)
+    node_type, arity = (column[int64_of(recorded)] for column in registry.call_specs.columns)
+    operand, result = int64_of(references), int64_of(outputs)
     node_type, arity, operand, result, of_lists, lengths = registry.arities.pad(
         node_type, arity, operand, result, len(input_group)
     )
@@ -274,25 +274,20 @@ def _finish_compiled(
     node_ptr, _, input_ptr, output_ptr = ends
     call_spec, reference, group = map(int64_of, columns[:3])
     result, num_nodes, num_inputs = int64_of(outputs), len(call_spec), len(group)
-    types, starts, widths = registry.call_specs.columns
-    most = len(reference) * int(widths.max(initial=1))
-    node_type, arity = np.empty(num_nodes, np.int32), np.empty(num_nodes, np.int64)
-    operand_ptr, wide = np.empty(num_nodes + 1, np.int64), np.empty(most, np.int64)
-    operand, kept_result = np.empty(most, np.int32), np.empty(len(result), np.int32)
+    node_type, operand_ptr = np.empty(num_nodes, np.int32), np.empty(num_nodes + 1, np.int64)
+    operand, kept_result = (np.empty(len(x), np.int32) for x in (reference, result))
     kept, cuts = np.empty((2, num_inputs), np.int64)
     kept_ptr, first_input = np.empty(len(node_ptr), np.int64), np.ascontiguousarray(input_ptr)
-    recorded = call_spec, reference, None, types, starts, widths, node_type, arity, wide
-    written = operand_ptr, operand, kept_result, kept, kept_ptr, cuts
-    num_operands, num_kept, num_cuts = compiled.write_graph(
-        len(registry.groups), (*recorded, group, result, first_input, *written)
-    )
-    kept, operand = kept[:num_kept], operand[:num_operands]
+    recorded = call_spec, reference, *registry.call_specs.columns, group, result, first_input
+    written = node_type, operand_ptr, operand, kept_result, kept, kept_ptr, cuts
+    num_kept, num_cuts = compiled.write_graph(len(registry.groups), (*recorded, *written))
+    kept = kept[:num_kept]
     bounds = [*cuts[:num_cuts].tolist(), num_kept]
     return Graph(
         registry.types,
         node_type,
         operand_ptr,
-        operand if 2 * num_operands > most else operand.copy(),
+        operand,
         grouped_inputs(registry, columns[3], kept, group[kept], bounds),
         kept_result,
         node_ptr,
@@ -321,39 +316,6 @@ def renumber_inputs(references: Sequence[np.ndarray], place: np.ndarray) -> None
             read[negative] = -1 - place[-1 - read[negative]]
         else:
             compiled.renumber_inputs((read, place))
-
-
-def find_operands(
-    registry: Registry, call_spec: np.ndarray, operand: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(int32[N] types of recorded calls, int64[N] operands of each, int64[E] these operands).
-
-    A reference to a tuple stands for all that is in it.
-
-    Args:
-      registry: of the call specs.
-      call_spec: int64[N], their ids.
-      operand: int64[...], the references of all calls, one after the other.
-    """
-    present = np.flatnonzero(np.bincount(call_spec))
-    call_specs = [registry.call_specs[c] for c in present.tolist()]
-    local = np.zeros(len(registry.call_specs), np.int64)
-    local[present] = np.arange(len(present))
-    node_types = np.array([c.node_type for c in call_specs], np.int32)
-    widths = np.array([width for c in call_specs for width in c.widths], np.int64)
-    starts = pointers(np.array([len(c.widths) for c in call_specs], np.int64))
-    compiled = core()
-    if compiled is not None:
-        node_type, arity = np.empty(len(call_spec), np.int32), np.empty(len(call_spec), np.int64)
-        operands = np.empty(len(operand) * int(widths.max(initial=1)), np.int64)
-        given = call_spec, operand, local, node_types, starts, widths
-        count = compiled.find_operands((*given, node_type, arity, operands))
-        return node_type, arity, operands[:count]
-    which = local[call_spec]
-    if (widths != 1).any():
-        operand = ranges(operand, widths[ranges(starts[which], np.diff(starts)[which])])
-    arity = np.array([sum(c.widths) for c in call_specs], np.int64)[which]
-    return node_types[which], arity, operand
 
 
 def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:

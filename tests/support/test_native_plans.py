@@ -272,16 +272,12 @@ def test_arrays_of_plans_that_do_not_fit_are_refused():
         given = {
             "recorded": i64(0, 0),
             "references": i64(-1, -3),
-            "local": None,
             "types": i32(5),
-            "ptr": i64(0, 1),
-            "widths": i64(1),
-            "node_type": i32(0, 0),
-            "arity": zeros(2),
-            "room": zeros(2),
+            "arity": i64(1),
             "group": i64(1, 0, 0),
             "result": i64(1, 0),
             "input_ptr": i64(0, 3),
+            "node_type": i32(0, 0),
             "operand_ptr": zeros(3),
             "operand": i32(0, 0),
             "results": i32(0, 0),
@@ -294,19 +290,17 @@ def test_arrays_of_plans_that_do_not_fit_are_refused():
         names = "node_type", "operand", "results", "kept", "kept_ptr", "cuts"
         return counts, *(given[name].tolist() for name in names)
 
-    found = (2, 2, 2), [5, 5], [-2, -1], [1, 0], [2, 0, 0], [0, 2], [0, 1, 0]
+    found = (2, 2), [5, 5], [-2, -1], [1, 0], [2, 0, 0], [0, 2], [0, 1, 0]
     assert finish() == found
     for name, wrong in {
         "recorded": i64(0, 1),
         "references": i64(-1, -4),
-        "ptr": i64(0, 2),
-        "widths": i64(-1),
-        "node_type": i32(0),
-        "arity": zeros(1),
-        "room": zeros(1),
+        "types": i32(),
+        "arity": i64(-1),
         "group": i64(1, 0, 2),
         "result": i64(1, -4),
         "input_ptr": i64(0, 2),
+        "node_type": i32(0),
         "operand_ptr": zeros(2),
         "operand": i32(0),
         "results": i32(0),
@@ -316,5 +310,8 @@ def test_arrays_of_plans_that_do_not_fit_are_refused():
     }.items():
         with pytest.raises(ValueError, match="do not fit"):
             finish(**{name: wrong})
+    for calls in ({"recorded": i64(0, -1)}, {"references": i64(-1)}, {"arity": i64(2**40)}):
+        with pytest.raises(ValueError, match="do not fit"):
+            finish(**calls)
     with pytest.raises(ValueError, match="do not fit"):
         finish(num_groups=0)

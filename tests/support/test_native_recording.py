@@ -235,38 +235,6 @@ def test_a_recorder_is_let_go_without_the_collector(monkeypatch, switch):
 
 
 @compiled
-def test_references_that_do_not_fit_the_calls_are_refused():
-    core = native.core()
-    i32, i64 = (lambda *x: np.array(x, np.int32)), (lambda *x: np.array(x, np.int64))
-
-    def find(recorded, references, local=(0,), types=(7,), ptr=(0, 2), widths=(1, 2), room=9):
-        out = np.zeros(len(recorded), np.int32), np.zeros(len(recorded), np.int64)
-        operand = np.zeros(room, np.int64)
-        given = i64(*recorded), i64(*references), i64(*local), i32(*types), i64(*ptr)
-        count = core.find_operands((*given, i64(*widths), *out, operand))
-        return [x.tolist() for x in (*out, operand[:count])]
-
-    assert find([0, 0], [3, 5, -1, 8]) == [[7, 7], [3, 3], [3, 5, 6, -1, 8, 9]]
-    assert find([], []) == [[], [], []]
-    for wrong in (
-        {"references": [3]},
-        {"references": [3, 5, 6]},
-        {"recorded": [1]},
-        {"recorded": [-1]},
-        {"local": (1,)},
-        {"local": (-1,)},
-        {"ptr": (0, 3)},
-        {"ptr": (1, 2)},
-        {"ptr": (0,)},
-        {"widths": (1, -1)},
-        {"widths": (1, 2**40)},
-        {"room": 2},
-    ):
-        with pytest.raises(ValueError, match="do not fit the calls"):
-            find(**{"recorded": [0], "references": [3, 5], **wrong})
-
-
-@compiled
 def test_errors_of_cells_and_interrupts_pass_through():
     class Interrupt(BaseException):
         pass

@@ -139,22 +139,14 @@ def apart(
             recorder.call_specs[node:last_node], sites[node:last_node], strict=True
         ):
             call_spec = all_call_specs[call_spec_id]
-            operands = []
-            for reference, width in zip(
-                references[read : read + len(call_spec.widths)], call_spec.widths, strict=True
-            ):
-                if reference < 0:
-                    operands.append(reference + down)
-                elif width == 1:
-                    operands.append(place[reference])
-                else:
-                    operands += place[reference : reference + width]
-            read += len(call_spec.widths)
+            reads = references[read : read + call_spec.arity]
+            operands = [r + down if r < 0 else place[r] for r in reads]
+            read += call_spec.arity
             template = template_of(call_spec)
             if template is not None:
                 place += _fill(nodes, registry, template, operands)
                 continue
-            first = nodes.add(registry.singly(call_spec), site, operands)
+            first = nodes.add(call_spec, site, operands)
             place += range(first, nodes.num_values)
         nodes.outputs += [place[r] if r >= 0 else r + down for r in outputs[returned:last_output]]
         node, given, returned = last_node, last_input, last_output

@@ -12,7 +12,6 @@ from jedbatch._graph.paths import int64_of, pointers, ranges
 from jedbatch._record.granularity.inline import Nodes
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
-from jedbatch._record.trace import find_operands
 from jedbatch._support.types import Leaf
 
 
@@ -99,16 +98,13 @@ class NodeArrays:
         registry: Registry, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
     ) -> "NodeArrays":
         """Returns what was recorded; `ends` as in `apart`."""
-        recorded = recorder.call_specs
-        references = int64_of(recorder.references)
-        _, arity, operand = find_operands(registry, int64_of(recorded), references)
-        sites = recorder.sites or [(0, False)] * len(recorded)
+        recorded = int64_of(recorder.call_specs)
         return _arrays(
             registry,
-            int64_of(recorded),
-            sites,
-            pointers(arity),
-            operand,
+            recorded,
+            recorder.sites or [(0, False)] * len(recorded),
+            pointers(registry.call_specs.columns[1][recorded]),
+            int64_of(recorder.references),
             recorder.input_group,
             recorder.input_value,
             outputs,
@@ -137,7 +133,7 @@ def _arrays(
     registry: Registry, recorded: np.ndarray, sites: Sequence[tuple], *rest: Any
 ) -> NodeArrays:
     present = np.flatnonzero(np.bincount(recorded))
-    call_specs = [registry.singly(registry.call_specs[c]) for c in present.tolist()]
+    call_specs = [registry.call_specs[c] for c in present.tolist()]
     local = np.zeros(len(registry.call_specs), np.int64)
     local[present] = np.arange(len(present))
     which = local[recorded]

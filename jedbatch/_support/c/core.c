@@ -162,7 +162,6 @@ static PyMethodDef functions[] = {
     {"find_chained", find_chained, METH_O, NULL},
     {"find_chains", find_chains, METH_VARARGS, NULL},
     {"find_edges", find_edges, METH_O, NULL},
-    {"find_operands", find_operands, METH_O, NULL},
     {"find_runs", find_runs, METH_VARARGS, NULL},
     {"find_turns", find_turns, METH_O, NULL},
     {"first_reads", first_reads, METH_O, NULL},

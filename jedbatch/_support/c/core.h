@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 20 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 21 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -61,7 +61,6 @@ PyObject *sort_batches(PyObject *module, PyObject *given);
 PyObject *first_reads(PyObject *module, PyObject *given);
 PyObject *value_rows(PyObject *module, PyObject *args);
 PyObject *operand_rows(PyObject *module, PyObject *args);
-PyObject *find_operands(PyObject *module, PyObject *given);
 PyObject *rank_batches(PyObject *module, PyObject *args);
 PyObject *cut_lanes(PyObject *module, PyObject *given);
 PyObject *find_runs(PyObject *module, PyObject *args);

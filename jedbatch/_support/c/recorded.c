@@ -5,72 +5,9 @@
 
 #include "checks.h"
 
-enum { RECORDED, REFERENCES, LOCAL, TYPE, WIDTH_PTR, WIDTH, NODE_TYPE, ARITY, OPERAND, NUM };
-
-/* Writes the types of nodes, the number of their operands, and these: for a reference, as many as
- * its width, from it on. Returns how many there are in all; -1 if references do not fit. Without
- * `local`, call specs are where they are. */
-static Py_ssize_t
-expand(void *const *data, const Py_ssize_t *lengths)
-{
-    const int64_t *recorded = data[RECORDED], *reference = data[REFERENCES], *local = data[LOCAL];
-    const int64_t *width_ptr = data[WIDTH_PTR], *width = data[WIDTH];
-    const int32_t *type = data[TYPE];
-    int32_t *node_type = data[NODE_TYPE];
-    int64_t *arity = data[ARITY], *operand = data[OPERAND];
-    Py_ssize_t num_specs = lengths[TYPE], num_nodes = lengths[RECORDED], at = 0, read = 0;
-    int fits = lengths[NODE_TYPE] == num_nodes && lengths[ARITY] == num_nodes &&
-               are_pointers(width_ptr, lengths[WIDTH_PTR], lengths[WIDTH]) &&
-               lengths[WIDTH_PTR] == num_specs + 1;
-    for (Py_ssize_t i = 0; fits && i < num_nodes; i++) {
-        int64_t c = recorded[i];
-        if (local != NULL)
-            c = c >= 0 && c < lengths[LOCAL] ? local[c] : -1;
-        fits = c >= 0 && c < num_specs;
-        if (!fits)
-            break;
-        Py_ssize_t first = at;
-        node_type[i] = type[c];
-        for (int64_t w = width_ptr[c]; fits && w < width_ptr[c + 1]; w++) {
-            fits = read < lengths[REFERENCES] && width[w] >= 0 && width[w] <= lengths[OPERAND] - at;
-            for (int64_t k = 0; fits && k < width[w]; k++)
-                operand[at++] = reference[read] + k;
-            read++;
-        }
-        arity[i] = at - first;
-    }
-    return fits && read == lengths[REFERENCES] ? at : -1;
-}
-
-static PyObject *
-do_not_fit(void)
-{
-    PyErr_SetString(PyExc_ValueError, "references do not fit the calls");
-    return NULL;
-}
-
-/* find_operands((call specs of nodes, references, place of each call spec in what follows, node
- * types, width_ptr, widths, node_type, arity, operand)): see `expand`. */
-PyObject *
-find_operands(PyObject *module, PyObject *given)
-{
-    (void)module;
-    static const int sizes[NUM] = {8, 8, 8, 4, 8, 8, -4, -8, -8};
-    Buffers buffers = {0};
-    void *data[NUM];
-    Py_ssize_t lengths[NUM];
-    if (get_buffers(&buffers, given, NUM, sizes, data, lengths) < 0)
-        return NULL;
-    Py_ssize_t count = expand(data, lengths);
-    release_buffers(&buffers);
-    return count >= 0 ? PyLong_FromSsize_t(count) : do_not_fit();
-}
-
-/* --- graphs --- */
-
 enum {
-    GROUP = NUM, RESULT, INPUT_PTR, OPERAND_PTR, NARROW_OPERAND, NARROW_RESULT, KEPT, KEPT_PTR, CUTS,
-    NUM_OF_GRAPH
+    RECORDED, REFERENCES, TYPE, ARITY, GROUP, RESULT, INPUT_PTR, NODE_TYPE, OPERAND_PTR, OPERAND,
+    NARROW_RESULT, KEPT, KEPT_PTR, CUTS, NUM
 };
 
 /* The inputs of a recording: the instance of each, its place among those that are read, -1 for
@@ -113,42 +50,56 @@ narrow(const int64_t *reference, int32_t *to, Py_ssize_t count, const int64_t *p
         to[i] = (int32_t)(reference[i] >= 0 ? reference[i] : -1 - place[-1 - reference[i]]);
 }
 
-/* write_graph(groups, (call specs of nodes, references, None, node types, width_ptr, widths,
- * node_type, arity, room for operands, groups of inputs, results, input_ptr, operand_ptr, operand,
- * results, kept, input_ptr of these, cuts)): writes nodes and operands as `find_operands` does;
- * leaves out inputs that are not read, puts those of an instance in the order of their `groups`,
- * and writes which are `kept`, in order, and where the instance or the group changes. Returns the
- * numbers of operands, of inputs and of cuts. */
+/* Writes the types of nodes and where the operands of each begin; 0 if references do not fit. */
+static int
+write_nodes(void *const *data, const Py_ssize_t *lengths)
+{
+    const int64_t *recorded = data[RECORDED], *arity = data[ARITY];
+    const int32_t *type = data[TYPE];
+    int32_t *node_type = data[NODE_TYPE];
+    int64_t *operand_ptr = data[OPERAND_PTR], room = lengths[REFERENCES];
+    operand_ptr[0] = 0;
+    for (Py_ssize_t i = 0; i < lengths[RECORDED]; i++) {
+        int64_t c = recorded[i];
+        if (c < 0 || c >= lengths[TYPE] || arity[c] < 0 || arity[c] > room - operand_ptr[i])
+            return 0;
+        node_type[i] = type[c];
+        operand_ptr[i + 1] = operand_ptr[i] + arity[c];
+    }
+    return operand_ptr[lengths[RECORDED]] == room;
+}
+
+/* write_graph(groups, (call specs of nodes, references, node types, numbers of operands, groups of
+ * inputs, results, input_ptr, node_type, operand_ptr, operand, results, kept, input_ptr of these,
+ * cuts)): writes nodes and operands; leaves out inputs that are not read, puts those of an instance
+ * in the order of their `groups`, and writes which are `kept`, in order, and where the instance or
+ * the group changes. Returns the numbers of inputs and of cuts. */
 PyObject *
 write_graph(PyObject *module, PyObject *args)
 {
     (void)module;
-    static const int sizes[NUM_OF_GRAPH] = {8, 8, 8,  4,  8,  8,  -4, -8, -8,
-                                            8, 8, 8, -8, -4, -4, -8, -8, -8};
+    static const int sizes[NUM] = {8, 8, 4, 8, 8, 8, 8, -4, -8, -4, -4, -8, -8, -8};
     PyObject *given;
     Py_ssize_t num_groups;
     if (!PyArg_ParseTuple(args, "nO", &num_groups, &given))
         return NULL;
     Buffers buffers = {0};
-    void *data[NUM_OF_GRAPH];
-    Py_ssize_t lengths[NUM_OF_GRAPH];
-    if (get_buffers(&buffers, given, NUM_OF_GRAPH, sizes, data, lengths) < 0)
+    void *data[NUM];
+    Py_ssize_t lengths[NUM];
+    if (get_buffers(&buffers, given, NUM, sizes, data, lengths) < 0)
         return NULL;
-    const int64_t *arity = data[ARITY], *operand = data[OPERAND], *group = data[GROUP];
-    const int64_t *result = data[RESULT], *input_ptr = data[INPUT_PTR];
-    int64_t *operand_ptr = data[OPERAND_PTR], *kept = data[KEPT], *kept_ptr = data[KEPT_PTR];
+    const int64_t *reference = data[REFERENCES], *group = data[GROUP], *result = data[RESULT];
+    const int64_t *input_ptr = data[INPUT_PTR];
+    int64_t *kept = data[KEPT], *kept_ptr = data[KEPT_PTR];
     int64_t *cuts = data[CUTS], *memory = NULL;
     Py_ssize_t num_nodes = lengths[RECORDED], num_inputs = lengths[GROUP], num_kept = 0;
-    Py_ssize_t num_instances = lengths[INPUT_PTR] - 1, num_cuts = 0, count = -1;
+    Py_ssize_t num_instances = lengths[INPUT_PTR] - 1, num_cuts = 0, count = lengths[REFERENCES];
     Inputs x = {0};
-    int fits = lengths[OPERAND_PTR] == num_nodes + 1 && num_groups >= 0 &&
-               lengths[NARROW_OPERAND] == lengths[OPERAND] &&
+    int fits = lengths[NODE_TYPE] == num_nodes && lengths[OPERAND_PTR] == num_nodes + 1 &&
+               lengths[ARITY] == lengths[TYPE] && num_groups >= 0 && lengths[OPERAND] == count &&
                lengths[NARROW_RESULT] == lengths[RESULT] && lengths[KEPT] == num_inputs &&
                lengths[KEPT_PTR] == num_instances + 1 && lengths[CUTS] == num_inputs &&
-               are_pointers(input_ptr, num_instances + 1, num_inputs);
-    if (fits)
-        count = expand(data, lengths);
-    fits = count >= 0;
+               are_pointers(input_ptr, num_instances + 1, num_inputs) && write_nodes(data, lengths);
     if (fits) {
         Py_ssize_t num_keys = num_groups > num_instances ? num_groups : num_instances;
         if (num_keys > PY_SSIZE_T_MAX / 16 - 3 * num_inputs ||
@@ -160,15 +111,12 @@ write_graph(PyObject *module, PyObject *args)
         x.place = x.owner + num_inputs;
         x.order = x.place + num_inputs;
         x.counts = x.order + num_inputs;
-        operand_ptr[0] = 0;
-        for (Py_ssize_t i = 0; i < num_nodes; i++)
-            operand_ptr[i + 1] = operand_ptr[i] + arity[i];
         for (Py_ssize_t b = 0; b < num_instances; b++)
             for (int64_t i = input_ptr[b]; i < input_ptr[b + 1]; i++)
                 x.owner[i] = b;
         for (Py_ssize_t i = 0; i < num_inputs; i++)
             x.place[i] = -1;
-        fits = mark(operand, count, x.place, num_inputs) &&
+        fits = mark(reference, count, x.place, num_inputs) &&
                mark(result, lengths[RESULT], x.place, num_inputs);
         int differ = 0;
         for (Py_ssize_t i = 0; fits && i < num_inputs; i++) {
@@ -194,12 +142,14 @@ write_graph(PyObject *module, PyObject *args)
         }
         for (Py_ssize_t b = 0; b < num_instances; b++)
             kept_ptr[b + 1] += kept_ptr[b];
-        narrow(operand, data[NARROW_OPERAND], count, x.place);
+        narrow(reference, data[OPERAND], count, x.place);
         narrow(result, data[NARROW_RESULT], lengths[RESULT], x.place);
     }
     free(memory);
     release_buffers(&buffers);
     if (PyErr_Occurred())
         return NULL;
-    return fits ? Py_BuildValue("(nnn)", count, num_kept, num_cuts) : do_not_fit();
+    if (!fits)
+        PyErr_SetString(PyExc_ValueError, "references do not fit the calls");
+    return fits ? Py_BuildValue("(nn)", num_kept, num_cuts) : NULL;
 }
