@@ -16,7 +16,6 @@ from jax.extend.core import set_current_trace
 
 from jedbatch import checks
 from jedbatch._jaxpr.identity import typed
-from jedbatch._record.closures import reachable_cells
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._support.native import core
 from jedbatch._support.types import PyTree
@@ -52,17 +51,14 @@ class Cell:
     Attributes:
       fn: the function.
       name: shown in plans.
-      closure: the cells of its closure and of the closures of functions in there, whose contents
-        may change from call to call.
       is_inner: whether it was made while something was recorded.
     """
 
-    __slots__ = ("closure", "fn", "is_inner", "name")
+    __slots__ = ("fn", "is_inner", "name")
 
     def __init__(self, fn: Callable, name: str):
         self.fn = fn
         self.name = name
-        self.closure = reachable_cells(fn)
         self.is_inner = recording.recorder is not None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,12 +67,6 @@ class Cell:
     def __setstate__(self, state: tuple[Callable, str]) -> None:
         self.fn, self.name = state
         self.is_inner = False
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "closure":
-            raise AttributeError(name)
-        self.closure = reachable_cells(self.fn)  # of one that was pickled, which is complete by now
-        return self.closure
 
 
 @overload

@@ -54,27 +54,6 @@ def function_of(x: Any) -> Any:
     return x if made is None else made.fn
 
 
-def reachable_cells(fn: object) -> tuple[types.CellType, ...]:
-    """The cells of a function's closure and of the closures of functions it leads to."""
-    cells: dict[int, types.CellType] = {}
-    stack = [fn]
-    while stack:
-        x = function_of(stack.pop())
-        if isinstance(x, functools.partial):
-            stack += [x.func, *x.args, *x.keywords.values()]
-        elif isinstance(x, types.MethodType):
-            stack.append(x.__func__)
-        stack += functions_with_rules(x) or ()
-        stack += getattr(x, "__defaults__", None) or ()
-        for c in getattr(x, "__closure__", None) or ():
-            if id(c) not in cells:
-                cells[id(c)] = c
-                with contextlib.suppress(ValueError):  # a name not assigned yet
-                    if isinstance(c.cell_contents, _FUNCTIONS):
-                        stack.append(c.cell_contents)
-    return tuple(cells.values())
-
-
 def free_values(fn: object) -> tuple[Any, ...]:
     """Returns the values that a Python function closes over."""
     values = []
@@ -103,9 +82,6 @@ def function_identity(
     JAX apart, in which it hands on functions that it has traced.
     """
     return _identity(fn, ways, program_key, [])
-
-
-_FUNCTIONS = (*function_types(), types.MethodType, functools.partial, *FUNCTIONS_OF_RULES)
 
 
 def _identity(

@@ -34,7 +34,7 @@ from jax.core import Tracer
 
 from jedbatch._jaxpr.identity import Same, typed
 from jedbatch._record.cell import Cell, holds_array
-from jedbatch._record.closures import FUNCTIONS_OF_RULES, function_identity, reachable_cells
+from jedbatch._record.closures import FUNCTIONS_OF_RULES, function_identity
 from jedbatch._record.held import (
     OPERAND,
     held_functions,
@@ -54,6 +54,8 @@ PLAIN_NUMBERS = {bool, int, float, complex}
 # What a part of a description is, as in `_support/c/fast_path.c`.
 REFERENCE, STRING, LIST, TUPLE, DICT, NODE, SHARED, IDENTITY, KEYWORD, INT, BOOL, FLOAT = range(12)
 STATIC = 12  # what Python alone describes
+# Functions that are no constants (see `is_constant`): they are known by what they are made of.
+FUNCTION_TYPES = (functools.partial, *FUNCTIONS_OF_RULES)
 
 
 def lists_of_ints(result: type[Value], count: int) -> list[Any]:
@@ -287,11 +289,17 @@ class Description:
             self.key += (IDENTITY if isinstance(written, Same) else STATIC), written
 
     def _add_identity(self, x: Any) -> None:
-        """Describes something as the object that it is."""
-        holds = isinstance(x, (functools.partial, *FUNCTIONS_OF_RULES)) and reachable_cells(x)
-        if isinstance(x, jax.Array) or may_change(x) or holds:
+        """Describes something as the object that it is, or a function by what it is made of."""
+        is_function = isinstance(x, FUNCTION_TYPES)
+        holders = holders_in(x) if is_function else ()
+        if holders is None or may_change(x):
             raise NotDescribedError(f"gets an object of class {type(x).__name__} that may change")
-        self.key += IDENTITY, Same(x)
+        if is_function:
+            token = self._recorder.registry.memo_token("function", function_identity(x))
+            self._recorder.watched[id(x)] = Watched(x, token, holders)
+            self._add_reference(token, None)
+        else:
+            self.key += IDENTITY, Same(x)
 
 
 def describe_call(

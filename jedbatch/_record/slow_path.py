@@ -6,7 +6,6 @@ not, and so are symbolic values that the function holds, and numbers that differ
 """
 
 import contextlib
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +25,7 @@ from jedbatch._record.asking import Asked, noting_whether_it_asks
 from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_options
 from jedbatch._record.closures import function_identity
 from jedbatch._record.failures import note_call
-from jedbatch._record.fast_path import NotDescribedError, identity_without
+from jedbatch._record.fast_path import FUNCTION_TYPES, NotDescribedError, identity_without
 from jedbatch._record.held import (
     held_values,
     holds_traced,
@@ -125,10 +124,6 @@ def _reads_no_number(
     if same:
         registry.lifting.note_compared(call_spec.id, lifted, objects)
     return same
-
-
-# Functions that are no constants (see `is_constant`): they are known by what they are made of.
-FUNCTION_TYPES = (functools.partial, jax.custom_jvp, jax.custom_vjp)
 
 
 class PreparedCall(NamedTuple):

@@ -320,11 +320,11 @@ look_at_single(FastPath *self, Call *call, PyObject *x)
     return found == 0 ? look_at_number(self, call, x) : found;
 }
 
-static int look_at(FastPath *self, Call *call, PyObject *x, int depth);
+static int look_at(FastPath *self, Call *call, PyObject *x, int depth, int is_static);
 
 /* Looks at the items of a tuple or list, which may become shorter meanwhile. */
 static int
-look_at_items(FastPath *self, Call *call, PyObject *x, Py_ssize_t length, int depth)
+look_at_items(FastPath *self, Call *call, PyObject *x, Py_ssize_t length, int depth, int is_static)
 {
     int is_tuple = PyTuple_Check(x), found = 1;
     for (Py_ssize_t i = 0; found == 1 && i < length; i++) {
@@ -332,7 +332,7 @@ look_at_items(FastPath *self, Call *call, PyObject *x, Py_ssize_t length, int de
         if (part == NULL)
             return -1;
         Py_INCREF(part);
-        found = look_at(self, call, part, depth + 1);
+        found = look_at(self, call, part, depth + 1, is_static);
         Py_DECREF(part);
     }
     return found;
@@ -366,7 +366,7 @@ look_at_dict(FastPath *self, Call *call, PyObject *x, int depth)
         if (value == NULL)
             return -1;
         Py_INCREF(value);
-        found = look_at(self, call, value, depth + 1);
+        found = look_at(self, call, value, depth + 1, 0);
         Py_DECREF(value);
     }
     return found;
@@ -439,7 +439,7 @@ look_at_node(FastPath *self, Call *call, PyObject *x, int depth)
     if (token != NULL) {
         Py_ssize_t length = PyTuple_Size(parts);
         found = describe(call, NODE, (uintptr_t)length) < 0 || describe_token(call, token) < 0 ? -1 : 1;
-        found = found == 1 ? look_at_items(self, call, parts, length, depth) : -1;
+        found = found == 1 ? look_at_items(self, call, parts, length, depth, 0) : -1;
     }
     Py_XDECREF(token);
     Py_XDECREF(parts);
@@ -465,34 +465,58 @@ look_at_watched(FastPath *self, Call *call, PyObject *x)
     return found;
 }
 
-/* Looks at containers and at what is static. */
+/* Looks at a number that is static. */
 static int
-look_at_parts(FastPath *self, Call *call, PyObject *x, int depth)
+look_at_static(Call *call, PyObject *x)
+{
+    if (PyBool_Check(x))
+        return describe(call, BOOL, x == Py_True) < 0 ? -1 : 1;
+    if (PyLong_CheckExact(x)) {
+        int overflow;
+        long long value = PyLong_AsLongLongAndOverflow(x, &overflow);
+        return overflow || describe(call, INT, (uintptr_t)value) < 0 ? -1 : 1;
+    }
+    if (!PyFloat_CheckExact(x))
+        return 0;
+    double value = PyFloat_AsDouble(x);
+    uint64_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return describe(call, FLOAT, (uintptr_t)bits) < 0 ? -1 : 1;
+}
+
+/* Looks at containers and at what is no operand. */
+static int
+look_at_parts(FastPath *self, Call *call, PyObject *x, int depth, int is_static)
 {
     if (PyUnicode_CheckExact(x))
         return describe_string(call, STRING, x) < 0 ? -1 : 1;
     if (depth > MAX_DEPTH)
         return -1;
-    int found = PyDict_Size(self->watched) > 0 ? look_at_watched(self, call, x) : 0;
+    int found = !is_static && PyDict_Size(self->watched) > 0 ? look_at_watched(self, call, x) : 0;
     if (found != 0)
         return found;
     int is_tuple = PyTuple_CheckExact(x);
-    if (is_tuple || PyList_CheckExact(x)) {
+    if (is_tuple || (!is_static && PyList_CheckExact(x))) {
         Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
         if (describe(call, is_tuple ? TUPLE : LIST, (uintptr_t)length) < 0)
             return -1;
-        return look_at_items(self, call, x, length, depth);
+        return look_at_items(self, call, x, length, depth, is_static);
+    }
+    if (is_static) {
+        int is_itself = x == Py_None || is_compared_by_identity(x);
+        return is_itself && describe_object(call, IDENTITY, x) == 0 ? 1 : -1;
     }
     if (PyDict_CheckExact(x))
         found = look_at_dict(self, call, x, depth);
     return found == 0 ? look_at_node(self, call, x, depth) : found;
 }
 
+/* Looks at an argument or a part of one; numbers in it may be static. */
 static int
-look_at(FastPath *self, Call *call, PyObject *x, int depth)
+look_at(FastPath *self, Call *call, PyObject *x, int depth, int is_static)
 {
-    int found = look_at_single(self, call, x);
-    found = found == 0 ? look_at_parts(self, call, x, depth) : found;
+    int found = is_static ? look_at_static(call, x) : look_at_single(self, call, x);
+    found = found == 0 ? look_at_parts(self, call, x, depth, is_static) : found;
     return found == 1 ? 1 : -1;
 }
 
@@ -530,49 +554,13 @@ holds_operand(FastPath *self, PyObject *x, int depth)
     return found;
 }
 
-/* Looks at the value of a keyword argument that holds no operand. */
-static int
-look_at_static(FastPath *self, Call *call, PyObject *x, int depth)
-{
-    if (PyUnicode_CheckExact(x))
-        return describe_string(call, STRING, x) < 0 ? -1 : 1;
-    if (PyBool_Check(x))
-        return describe(call, BOOL, x == Py_True) < 0 ? -1 : 1;
-    if (PyLong_CheckExact(x)) {
-        int overflow;
-        long long value = PyLong_AsLongLongAndOverflow(x, &overflow);
-        return overflow || describe(call, INT, (uintptr_t)value) < 0 ? -1 : 1;
-    }
-    if (PyFloat_CheckExact(x)) {
-        double value = PyFloat_AsDouble(x);
-        uint64_t bits;
-        memcpy(&bits, &value, sizeof bits);
-        return describe(call, FLOAT, (uintptr_t)bits) < 0 ? -1 : 1;
-    }
-    if (depth > MAX_DEPTH)
-        return -1;
-    if (PyTuple_CheckExact(x)) {
-        Py_ssize_t length = PyTuple_Size(x);
-        int found = describe(call, TUPLE, (uintptr_t)length) < 0 ? -1 : 1;
-        for (Py_ssize_t i = 0; found == 1 && i < length; i++)
-            found = look_at_static(self, call, PyTuple_GetItem(x, i), depth + 1);
-        return found;
-    }
-    if (x != Py_None && !is_compared_by_identity(x))
-        return -1;
-    return describe_object(call, IDENTITY, x) < 0 ? -1 : 1;
-}
-
 /* Looks at the value of a keyword argument. */
 static int
 look_at_option(FastPath *self, Call *call, PyObject *x)
 {
-    if (PyUnicode_CheckExact(x) || PyLong_Check(x) || PyFloat_CheckExact(x))
-        return look_at_static(self, call, x, 0);
-    int holds = holds_operand(self, x, 0);
-    if (holds == 1)
-        return look_at(self, call, x, 0);
-    return holds == 0 ? look_at_static(self, call, x, 0) : -1;
+    int is_plain = PyUnicode_CheckExact(x) || PyLong_Check(x) || PyFloat_CheckExact(x);
+    int holds = is_plain ? 0 : holds_operand(self, x, 0);
+    return holds < 0 ? -1 : look_at(self, call, x, 0, holds == 0);
 }
 
 /* Looks at keyword arguments, in the order of their names. */
@@ -691,7 +679,7 @@ find(FastPath *self, Call *call, PyObject *cell, PyObject *const *args, Py_ssize
     PyObject *held = NULL;
     int found = look_at_cell(self, call, cell, &held);
     for (Py_ssize_t i = 0; found == 1 && i < length; i++)
-        found = look_at(self, call, args[i], 0);
+        found = look_at(self, call, args[i], 0, 0);
     for (Py_ssize_t i = 0; found == 1 && i < PyTuple_Size(held); i++)
         found = push_references(call, PyTuple_GetItem(held, i), 1) < 0 ? -1 : 1;
     Py_XDECREF(held);
