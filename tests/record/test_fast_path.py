@@ -183,7 +183,18 @@ def captured(p, h, x):
     return jedbatch.cell(lambda x: x * scale + p["b"])(h) + jedbatch.cell(lambda: h * x)()
 
 
+@jedbatch.cell
+def applied(function, x):
+    return function(x)
+
+
+def of_a_partial(p, h, x):
+    factor = 2.0
+    return applied(functools.partial(lambda y, z: y * factor + z, z=1.0), h)
+
+
 CALLS = {
+    "a partial as an argument": of_a_partial,
     "named tuples": passed_on(Named),
     "dicts": passed_on(lambda a, b: {"b": b, "a": a}),
     "registered dataclasses": passed_on(Registered),
