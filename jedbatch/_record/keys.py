@@ -1,5 +1,6 @@
 """Keys that tell operations of JAX apart: keys of primitives, their parameters and jaxprs."""
 
+import hashlib
 import marshal
 import operator
 from collections.abc import Hashable, Mapping, Sequence
@@ -7,10 +8,11 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from jedbatch._graph.operations import PrimitiveKey
-from jedbatch._jaxpr.identity import Same, snapshot, typed_or_same
+from jedbatch._jaxpr.identity import Same, typed_or_same
 from jedbatch._jaxpr.numbers import (
     BODIES,
     Number,
@@ -38,7 +40,8 @@ from jedbatch._support.types import Leaf
 KEY_BYTES = 1 << 10  # of a key and how it is found, about
 PROGRAM_BYTES = 1 << 13  # of a program that is kept alive, about
 RULE_BYTES = 1 << 15  # of a derivative rule and what it reads, about
-MAX_RULES = 3  # of differentiation, each in the program of another
+MAX_RULES = 3  # of differentiation of one operation, each in the program of another
+MAX_RULES_INSIDE = 8  # the same of any operations
 PLAIN_PARAMS = frozenset({bool, int, float, str, type(None)})
 
 
@@ -64,7 +67,7 @@ class Keys:
         self._by_identity: dict[tuple, tuple[PrimitiveKey, dict]] = Memory(None, budget, of_program)
         self._plain: dict[tuple, PrimitiveKey] = Memory(None, budget, of_key)
         self._read_by: dict[int, Environment] = Memory(None, budget, each(RULE_BYTES))
-        self._in_rules = 0
+        self._rules: list[Hashable] = []  # what they belong to, of those that are being written
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -157,17 +160,18 @@ class Keys:
         """The parameters of an operation with a rule of differentiation, which is traced.
 
         By what it is made of it would be another one whenever the operation is met in a program. A
-        rule mostly leads to the operation again; those of derivatives beyond the third are not
+        rule mostly leads to the operation again; those of its derivatives beyond the third are not
         compared.
         """
         others = self.params_key({k: x for k, x in params.items() if k not in RULES_OF[name]})
-        if self._in_rules == MAX_RULES:
+        if self._rules.count(others) == MAX_RULES:
             return (others,)
-        self._in_rules += 1
+        if len(self._rules) == MAX_RULES_INSIDE:
+            return (self.params_key(params),)
+        self._rules.append(others)
         try:
             program, consts, rest = traced_rule(name, params)
-            written = [snapshot(x) if type(x) is np.ndarray else Same(x) for x in consts]
-            key = others, self.jaxpr_key(program), *written
+            key = others, self.jaxpr_key(program), *map(constant_key, consts)
             if name != "custom_vjp_call":
                 return *key, self.params_key(rest)
             # What goes on to the backward rule; that has not been traced.
@@ -175,7 +179,7 @@ class Keys:
         except Exception:  # it may be an error to differentiate it at all
             return (self.params_key(params),)
         finally:
-            self._in_rules -= 1
+            self._rules.pop()
 
     def params_key(self, value: Any) -> Hashable:
         """The parameters of a primitive as something hashable; unequal if in doubt."""
@@ -207,7 +211,7 @@ class Keys:
             content = ("written", self._write(program))
             key = self._ids.setdefault(content, ("jaxpr", len(self._ids)))
             entry = key, tuple(numbers_of(program))
-            if not self._in_rules:  # inside of rules not all rules are compared
+            if not self._rules:  # inside of rules not all rules are compared
                 self._jaxprs[same] = entry
         return entry
 
@@ -230,7 +234,8 @@ class Keys:
             return names.setdefault(x, len(names)), type_of(x)
 
         parts: list[Hashable] = [
-            ("number", str(jax.typeof(c))) if is_number(c) else Same(c) for c in consts_of(program)
+            ("number", str(jax.typeof(c))) if is_number(c) else constant_key(c)
+            for c in consts_of(program)
         ]
         parts += map(atom, (*inner.constvars, *inner.invars))
         for eqn in inner.eqns:
@@ -263,6 +268,18 @@ def _written_plainly(primitive: object, params: dict[str, Any]) -> tuple | None:
 def _is_plain(x: Any) -> bool:
     kind = type(x)
     return kind in PLAIN_PARAMS or (kind is tuple and all(map(_is_plain, x)))
+
+
+def constant_key(x: Any) -> Hashable:
+    """Equal for constants of programs that are the same to the last bit."""
+    is_key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    if isinstance(x, Tracer) or not isinstance(x, np.ndarray | jax.Array):
+        return Same(x)
+    if isinstance(x, jax.Array) and (x.is_deleted() or not x.is_fully_addressable):
+        return Same(x)
+    data = np.asarray(jax.random.key_data(x) if is_key else x)
+    digest = hashlib.sha256(np.ascontiguousarray(data)).digest()
+    return "constant", str(jax.typeof(x)), getattr(x, "sharding", None), digest
 
 
 def _all_same(params: dict[str, Any], others: dict[str, Any]) -> bool:

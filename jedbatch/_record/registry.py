@@ -38,7 +38,7 @@ from jedbatch._record.cell import pause
 from jedbatch._record.custom_rules import CustomFunctions
 from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.escapes import is_kept, live_tracers, only_new_garbage
-from jedbatch._record.hidden import Hidden, by_class
+from jedbatch._record.hidden import Hidden
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.keys import Keys, memory_of_constants
 from jedbatch._record.lifting import Lifted, Lifting
@@ -245,7 +245,8 @@ class Registry:
 
         Args:
           name: for people.
-          key: equal for operations that are equal, whatever they read.
+          key: equal for operations that are equal, whatever they read. Of user code, a memo in
+            front of tracing: its types are told apart by their programs.
           call: returns a pytree of arrays; traced if the type is new.
           shared: ids of the shared values it reads.
           operands: value type ids of the operands.
@@ -262,11 +263,11 @@ class Registry:
         if call_spec is None:
             alone = user_code and not self.hidden.was_traced(key)
             jaxpr, tree, extra = self.trace(name, call, shared, operands, alone)
-            jaxpr_key = self.keys.jaxpr_key(jaxpr) if user_code else None
+            own: Hashable = ("cell", self.keys.jaxpr_key(jaxpr)) if user_code else key
             results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
             node_type = NodeType(
                 name,
-                Operation((by_class(key) if user_code else key, tree_key(tree), jaxpr_key), jaxpr),
+                Operation((own, tree_key(tree)), jaxpr),
                 tuple(self.value_types[v] for v in operands),
                 (*extra, *shared),
                 tuple(self.value_types[v] for v in results),

@@ -25,6 +25,11 @@ def scale(w, x, factor=1.0, *, power=1):
     return w * x**power * factor
 
 
+@jedbatch.cell
+def spelled(x, *, flag):
+    return x * len(str(flag))
+
+
 A, B = jnp.float32([1, 2]), jnp.float32([3, 4])
 X = np.float32([0.5, -1.5])
 
@@ -37,7 +42,7 @@ def fn_of(variant):
 DIFFERENT = {
     "a weight": lambda p, i: scale(p[i], X),
     "a static argument": lambda p, i: scale(p[0], X, power=1 + i),
-    "a static bool and int": lambda p, i: scale(p[0], X, power=[True, 1][i]),
+    "a static bool and int": lambda p, i: spelled(X, flag=[True, 1][i]),
     "the dtype of an operand": lambda p, i: scale(p[0], X.astype([np.float32, np.float16][i])),
     "the weak type of an operand": lambda p, i: scale(p[0], X, [2.0, np.float32(2)][i]),
     "a number and an integer": lambda p, i: scale(p[0], X, [2.0, 2][i]),
@@ -81,6 +86,65 @@ def test_batched_together_each_with_its_own_value(name):
     batched = check(variant, [A, B], [0, 1, 0, 1])
     alone = types_of(jedbatch.batch(variant), [A, B], [0])
     assert types_of(batched, [A, B], [0, 1]) == alone
+
+
+def adding(array):
+    return lambda x: x + jnp.sum(array)
+
+
+def with_forward_rule(slope, depth=0):
+    @jax.custom_jvp
+    def once(x):
+        return 1.0 * x
+
+    inner = with_forward_rule(slope, depth - 1) if depth else lambda t: slope * t
+    once.defjvp(lambda xs, ts: (once(*xs), inner(*ts)))
+    return once
+
+
+def with_reverse_rule(kept, slope):
+    once = jax.custom_vjp(lambda x: 1.0 * x)
+    once.defvjp(lambda x: (1.0 * x, kept * x), lambda x, t: (slope * t + 0 * x,))
+    return once
+
+
+def calling_back(factor):
+    kind = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    return lambda x: jax.pure_callback(lambda x: np.float32(factor) * x, kind, x)
+
+
+ONE_PROGRAM = {
+    "functions of other code": (lambda x: jnp.sin(x) * 2, lambda y: [jnp.sin(y)][0] * 2),
+    "large arrays": (adding(np.arange(5000)), adding(np.arange(5000))),
+    "a rule forwards": (with_forward_rule(2), with_forward_rule(2)),
+    "a rule in a rule": (with_forward_rule(2, 2), with_forward_rule(2, 2)),
+    "a rule for the reverse": (with_reverse_rule(2, 3), with_reverse_rule(2, 3)),
+    "a callback": (calling_back(2), calling_back(2)),
+}
+
+TWO_PROGRAMS = {
+    "the order of operands": (lambda x: jnp.sin(x) * 2, lambda x: 2 * jnp.sin(x)),
+    "signs of zero": (lambda x: x * 0.0, lambda x: x * -0.0),
+    "large arrays": (adding(np.arange(5000)), adding(np.arange(1, 5001))),
+    "dtypes of large arrays": (adding(np.arange(5000)), adding(np.arange(5000, dtype=np.uint32))),
+    "rules forwards": (with_forward_rule(2), with_forward_rule(3)),
+    "rules in rules": (with_forward_rule(2, 2), with_forward_rule(3, 2)),
+    "what is kept for the reverse": (with_reverse_rule(2, 3), with_reverse_rule(1, 3)),
+    "rules for the reverse": (with_reverse_rule(2, 3), with_reverse_rule(2, 2)),
+    "callbacks": (calling_back(2), calling_back(3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "functions", "number"),
+    [(name, f, 1) for name, f in ONE_PROGRAM.items()]
+    + [(name, f, 2) for name, f in TWO_PROGRAMS.items()],
+)
+def test_a_type_is_its_program(name, functions, number):
+    cells = [jedbatch.cell(f, name="one") for f in functions]
+    batched = jedbatch.batch(lambda i: cells[i](X), in_axes=0)
+    assert len(batched.plan([0, 1]).graph.present_types) == number
+    assert_close(batched([0, 1]), np.stack([f(X) for f in functions]), 1e-6)
 
 
 def test_minus_zero_is_a_value():
