@@ -134,11 +134,11 @@ class Alike:
     Attributes:
       call_spec: how the first of them is recorded.
       symbols: in its operands, in order.
-      extents: in its program, with numbers for symbols.
+      program: with numbers for symbols.
       sure: whether the program of another was the same; None as long as there was no other.
     """
 
     call_spec: CallSpec
     symbols: tuple[str, ...]
-    extents: list[Hashable]
+    program: Hashable
     sure: bool | None = None

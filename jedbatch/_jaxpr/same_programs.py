@@ -1,8 +1,8 @@
 """Whether programs compute the same, one of which takes numbers that the other one holds.
 
 Python may take another way where a number is no number but an operand. So a function is traced in
-both ways, and the programs count as the same if their equations are, once those that depend on
-constants alone are evaluated.
+both ways, and the programs count as the same if they are written alike (see `Keys`), once what
+depends on constants alone is evaluated.
 
 A derivative rule of the user's (`jax.custom_vjp`, `jax.custom_jvp`) says what no equation of a
 program does. So where programs have some, their derivatives must be the same as well, and those of
@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
 
 from jedbatch._jaxpr.interpret import (
     bodies_of,
@@ -30,10 +29,15 @@ from jedbatch._jaxpr.interpret import (
     run_equation,
     run_with_bodies,
     used_variables,
-    value_of,
 )
-from jedbatch._jaxpr.numbers import BODIES, Number, is_number, literal, number_in, traced_bodies
-from jedbatch._jaxpr.versions import CALLS, RULES_OF, Equation, consts_of, without_consts
+from jedbatch._jaxpr.numbers import BODIES, Number, is_literal, is_number, literal, number_in
+from jedbatch._jaxpr.versions import (
+    CALLS,
+    RULES_OF,
+    Equation,
+    consts_of,
+    without_consts,
+)
 
 # What may differ where a number is an operand: its value does not.
 MOVES = names_in(
@@ -41,7 +45,8 @@ MOVES = names_in(
 )
 MAX_DERIVATIVES = 3  # of programs with rules, each of the one before
 
-KeyOf = Callable[[Any], Any]
+# Returns a program without its numbers, written, and these (see `Keys.written`).
+Written = Callable[[Any], tuple[Any, tuple[Number, ...]]]
 
 
 def has_rules(program: Any) -> bool:
@@ -49,20 +54,22 @@ def has_rules(program: Any) -> bool:
     return performs(program, *RULES_OF)
 
 
-def is_same_with(numbers: Sequence[Number], program: Any, constant: Any, key: KeyOf) -> bool:
+def is_same_with(numbers: Sequence[Number], program: Any, constant: Any, written: Written) -> bool:
     """Returns whether a program computes what another does that holds some numbers as constants.
 
     Args:
       numbers: the values of the last arguments of `program`.
       program: takes the numbers as operands.
       constant: the same function, traced with these numbers.
-      key: equal for equal parameters of operations.
+      written: says what programs are told apart by.
     """
     pair = _both(numbers, program, constant)
-    return pair is not None and _are_same(*pair, key)
+    return pair is not None and _are_same(*pair, written)
 
 
-def has_same_rules_with(numbers: Sequence[Number], program: Any, constant: Any, key: KeyOf) -> bool:
+def has_same_rules_with(
+    numbers: Sequence[Number], program: Any, constant: Any, written: Written
+) -> bool:
     """Returns the same of programs with derivative rules, whose derivatives are compared instead.
 
     They are those in reverse. A rule for forward mode mostly calls its function again, so
@@ -79,7 +86,7 @@ def has_same_rules_with(numbers: Sequence[Number], program: Any, constant: Any, 
             return order > 1 and str(ours) == str(theirs)  # there is a first derivative alone
         if isinstance(ours, Exception) or isinstance(theirs, Exception):
             return False
-        if not _are_same(_apart(ours), _apart(theirs), key):
+        if not _are_same(_apart(ours), _apart(theirs), written):
             return False
         if not (has_rules(ours) or has_rules(theirs)):
             break
@@ -101,12 +108,10 @@ def _both(numbers: Sequence[Number], program: Any, constant: Any) -> tuple[Any, 
     return pair if ours == theirs else None
 
 
-def _are_same(ours: Any, theirs: Any, key: KeyOf) -> bool:
-    """Returns whether programs have the same equations, and constants that are equal."""
-    entries = _folded(ours, key), _folded(theirs, key)
-    return len(entries[0]) == len(entries[1]) and all(
-        a[:-1] == b[:-1] and _are_equal(a[-1], b[-1]) for a, b in zip(*entries, strict=True)
-    )
+def _are_same(ours: Any, theirs: Any, written: Written) -> bool:
+    """Returns whether programs have the same equations, and numbers that are equal."""
+    (ours, own_numbers), (theirs, numbers) = (written(_live(x)) for x in (ours, theirs))
+    return ours == theirs and all(map(_is_equal, own_numbers, numbers))
 
 
 def _pulled_back(program: Any) -> Any:
@@ -152,6 +157,7 @@ def _with_constants(
 
     def rule(eqn: Equation, values: list[Any]) -> list[Any]:
         name = eqn.primitive.name
+        values = [*map(_in_own_dtype, eqn.invars, values)]
         is_known = not any(isinstance(x, Tracer) for x in values)
         if name in RULES_OF and (is_known or not with_rules):  # constants have no derivative
             return run(eqn.params[CALLS[name]], *values)
@@ -159,9 +165,11 @@ def _with_constants(
             bodies = [functools.partial(run, body) for body in bodies_of(eqn)]
             if name in CALLS:  # would pass constants on as arguments
                 return bodies[0](*values)
-            if name == "cond":
-                return run_with_bodies(eqn, *_closing_over_known(bodies, values))
-            return run_with_bodies(eqn, bodies, values)
+            if not is_known:
+                parts = _closing_over_known(bodies, values) if name == "cond" else (bodies, values)
+                return run_with_bodies(eqn, *parts)
+        if (same := _same_but_for_zero(eqn, values)) is not None:
+            return [same]
         if eqn.effects or not is_known:
             return run_equation(without_consts(program), eqn, values)
         with jax.ensure_compile_time_eval():
@@ -172,6 +180,24 @@ def _with_constants(
 
     types = program.in_avals[: len(program.in_avals) - len(known)]
     return jax.make_jaxpr(lambda *args: run(program, *args, *known))(*types)
+
+
+def _in_own_dtype(atom: Any, value: Any) -> Any:
+    """The value of a literal with the dtype that it has in its program; others as they are."""
+    is_weak = not is_literal(atom) or atom.aval.weak_type
+    return value if is_weak else np.asarray(value, atom.aval.dtype)[()]
+
+
+def _same_but_for_zero(eqn: Equation, values: Sequence[Any]) -> Any:
+    """The value to which an equation adds zeros that are constant; None if it does not.
+
+    Our functions with rules add slopes of what the rule closes over.
+    """
+    if eqn.primitive.name not in ("add", "add_any"):
+        return None
+    others = [x for x in values if isinstance(x, Tracer) or np.any(x)]
+    is_same = len(others) == 1 and isinstance(others[0], Tracer)
+    return others[0] if is_same and others[0].shape == eqn.outvars[0].aval.shape else None
 
 
 _apart = functools.partial(_with_constants, with_rules=False)
@@ -199,74 +225,23 @@ def _closing_over_known(
     return [functools.partial(closed, branch) for branch in branches], [choice, *others]
 
 
-def _folded(program: Any, key: KeyOf) -> list[tuple]:
-    """The equations of a program that results depend on, and these, what is constant evaluated.
-
-    Each as (operation, its parameters, names of what it reads, constants that it reads), followed
-    by those of its bodies.
-    """
+def _live(program: Any) -> Any:
+    """The program without equations and constants that no result depends on."""
     jaxpr = without_consts(program)
-    values = dict(zip(jaxpr.constvars, consts_of(program), strict=True))
-    names: dict[Any, int] = {v: k for k, v in enumerate(jaxpr.invars)}
-
-    def entry(operation: object, atoms: Sequence[Any]) -> tuple:
-        read = tuple(names.get(x) if not isinstance(x, Literal) else None for x in atoms)
-        constants = [value_of(x, values) for x, n in zip(atoms, read, strict=True) if n is None]
-        return operation, read, constants
-
-    entries = []
     used = used_variables(jaxpr)
-    for eqn in jaxpr.eqns:
-        atoms = eqn.invars
-        if not eqn.effects and used.isdisjoint(eqn.outvars):
-            continue
-        if not eqn.effects and all(isinstance(x, Literal) or x in values for x in atoms):
-            constants = [value_of(x, values) for x in atoms]
-            values.update(zip(eqn.outvars, run_equation(jaxpr, eqn, constants), strict=True))
-            continue
-        if (same := _same_but_for_zero(eqn, values)) is not None:
-            names[eqn.outvars[0]] = names[same]
-            continue
-        bodies = traced_bodies(eqn.primitive.name, eqn.params)
-        inside = BODIES[eqn.primitive.name] if bodies else ()
-        others = {name: x for name, x in eqn.params.items() if name not in inside}
-        entries.append(entry((eqn.primitive, key(others)), atoms))
-        for body in bodies:
-            entries += _folded(body, key)
-        names.update(zip(eqn.outvars, itertools.count(len(names)), strict=False))
-    return [*entries, entry("results", jaxpr.outvars)]
+    equations = [e for e in jaxpr.eqns if e.effects or not used.isdisjoint(e.outvars)]
+    run = functools.partial(jax.core.eval_jaxpr, jaxpr.replace(eqns=equations), consts_of(program))
+    return jax.make_jaxpr(run)(*program.in_avals)
 
 
-def _same_but_for_zero(eqn: Equation, values: dict[Any, Any]) -> Any:
-    """The variable to which an equation adds zeros that are constant; None if it does not.
-
-    Our functions with rules add slopes of what the rule closes over.
-    """
-    if eqn.primitive.name not in ("add", "add_any"):
-        return None
-    constant = [isinstance(x, Literal) or x in values for x in eqn.invars]
-    if sum(constant) != 1 or np.any(value_of(eqn.invars[constant.index(True)], values)):
-        return None
-    other = eqn.invars[constant.index(False)]
-    return other if other.aval.shape == eqn.outvars[0].aval.shape else None
-
-
-def _are_equal(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
-    """Returns whether constants are equal; real numbers but for their last bit.
+def _is_equal(a: Number, b: Number) -> bool:
+    """Returns whether numbers of one type are equal; real numbers but for their last bit.
 
     JAX rounds a number of Python once where it is a literal. As an operand it is rounded to the
     default dtype first, and then to a dtype of fewer bits that it meets.
     """
-    return all(a is b or _is_equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    if not all(is_number(x) or isinstance(x, bool | int | float | complex) for x in (a, b)):
-        return False
-    dtype = jnp.result_type(a)
-    if dtype != jnp.result_type(b) or np.shape(a) != np.shape(b):
-        return False
-    if not jnp.issubdtype(dtype, jnp.inexact):
-        return bool(np.all(np.asarray(a) == np.asarray(b)))
-    ours, theirs = (np.asarray(x).astype(np.complex128) for x in (a, b))
-    return bool(np.allclose(ours, theirs, rtol=float(jnp.finfo(dtype).eps), atol=0, equal_nan=True))
+    if not jnp.issubdtype(a.value.dtype, jnp.inexact):
+        return a.key == b.key
+    ours, theirs = (x.value.astype(np.complex128) for x in (a, b))
+    eps = float(jnp.finfo(a.value.dtype).eps)
+    return bool(np.allclose(ours, theirs, rtol=eps, atol=0, equal_nan=True))

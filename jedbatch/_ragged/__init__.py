@@ -26,24 +26,23 @@ Read in this order:
 20. `microbatch_loop`: Running a program on one microbatch after another.
 21. `shared_values`: Values that follow from what all calls share.
 22. `packed_program`: Running a program in phases on the packed rows of all instances.
-23. `renaming`: Operations written down so that the names of symbols do not matter.
-24. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
-25. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
+23. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
+24. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
    rows each.
-26. `joined_tiles`: The program of a node as one node that reads all tiles of its arrays.
-27. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
-28. `regions`: The ragged parts of an instance's graph, taken out of it.
-29. `joined_nodes`: Nodes whose values cannot be cut into tiles, as one node with all between them.
-30. `cutting`: Cutting a recorded graph in two: calls of regions, and the graph that is left.
-31. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
-32. `tile_templates`: Templates of recorded graphs: what graphs of nodes on arrays become, for all
+25. `joined_tiles`: The program of a node as one node that reads all tiles of its arrays.
+26. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
+27. `regions`: The ragged parts of an instance's graph, taken out of it.
+28. `joined_nodes`: Nodes whose values cannot be cut into tiles, as one node with all between them.
+29. `cutting`: Cutting a recorded graph in two: calls of regions, and the graph that is left.
+30. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
+31. `tile_templates`: Templates of recorded graphs: what graphs of nodes on arrays become, for all
     lengths.
-33. `tiled_arrays`: Arrays of instances cut into tiles.
-34. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
+32. `tiled_arrays`: Arrays of instances cut into tiles.
+33. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
    tiles.
-35. `length_families`: Families of instances that are equal but for the lengths of their arrays.
-36. `lengths`: The arrays of instances that have lengths of their own.
-37. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+34. `length_families`: Families of instances that are equal but for the lengths of their arrays.
+35. `lengths`: The arrays of instances that have lengths of their own.
+36. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
-38. `row_capacities`: How much room programs have for the calls of a region.
+37. `row_capacities`: How much room programs have for the calls of a region.
 """

@@ -23,7 +23,7 @@ from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
 from jedbatch._ragged.joined_nodes import run_members, with_joined_nodes
 from jedbatch._ragged.padded_loops import loops_to_lengths
 from jedbatch._ragged.regions import Call, RaggedRecord, Regions, Subgraph
-from jedbatch._ragged.renaming import Renaming
+from jedbatch._record.keys import numbered
 from jedbatch._support.types import AxisSize
 
 
@@ -327,7 +327,7 @@ class Cut:
         if not part:
             operand.update((v, k) for k, v in enumerate(leaving))
             kinds = [self.inputs[-1 - v].type for v in leaving]
-            key += [Renaming(number).written((t.shape, t.dtype, t.weak)) for t in kinds]
+            key += [numbered((t.shape, t.dtype, t.weak), number) for t in kinds]
         sources = tuple(self.inputs[-1 - v] for v in operand)
         returned = tuple(place[v] if v >= 0 else operand[v] for v in leaving)
         stopped = tuple(v in self.stopped for v in leaving)

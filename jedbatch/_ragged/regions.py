@@ -12,7 +12,7 @@ A *region* is a connected part of the first kind, as a program. Calls of one reg
 instances and however many in each (the sentences at the leaves of a tree), run together. Arrays
 have symbols of their own, so that what is done to two sentences of a tree is recorded with n for
 one and m for the other: parts that differ in the names of symbols only are calls of one region (see
-`_ragged.renaming`).
+`NumberedKeys`).
 
 A program for a GPU pays for each instruction of a graph, and nothing for one without any. There the
 rest of the graph joins its ragged parts as long as it is the same for all instances, and little.
@@ -37,8 +37,8 @@ from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.padded_loops import find_limit, may_not_end
 from jedbatch._ragged.phases import INSIDE, find_phases
-from jedbatch._ragged.renaming import written_type
 from jedbatch._ragged.tile_types import RaggedNodeType, TileTypes
+from jedbatch._record.keys import NumberedKeys, numbered
 from jedbatch._record.registry import Registry
 from jedbatch._support.types import AxisSize
 
@@ -239,7 +239,7 @@ class Regions:
     def renamed(self, type_id: int) -> tuple[int, tuple[str, ...]]:
         """Returns (a number equal for types that differ in the names of symbols only, these)."""
         if type_id not in self._renamed:
-            key, symbols = written_type(self.registry, type_id)
+            key, symbols = _written(self.registry, type_id)
             number = self._canonical.setdefault(key, len(self._canonical))
             self._renamed[type_id] = number, symbols
         return self._renamed[type_id]
@@ -339,3 +339,16 @@ class Regions:
             self._ids[key] = region
             self.regions.append(region)
         return region
+
+
+def _written(registry: Registry, type_id: int) -> tuple[Hashable, tuple[str, ...]]:
+    """Returns (a key equal for types that differ in the names of symbols only, these)."""
+    node_type = registry.node_types[type_id]
+    operation = operation_of(node_type)
+    if operation.like is not None:
+        first, symbols = operation.like
+        return _written(registry, first)[0], symbols
+    numbers: dict[str, int] = {}
+    operands = [numbered((t.shape, t.dtype, t.weak), numbers) for t in node_type.operands]
+    program = NumberedKeys(registry.keys, numbers).jaxpr_key(operation.jaxpr)
+    return (tuple(operands), program, node_type.shared), tuple(numbers)

@@ -22,7 +22,7 @@ from jedbatch._jaxpr.numbers import (
     reads_numbers,
     traced_bodies,
 )
-from jedbatch._jaxpr.symbolic_dims import symbols_in
+from jedbatch._jaxpr.symbolic_dims import SYMBOL, Base, symbols_in
 from jedbatch._jaxpr.versions import (
     RULES_OF,
     OpenProgram,
@@ -95,7 +95,7 @@ class Keys:
 
     def programs_key(self, name: str, programs: Sequence[Any]) -> PrimitiveKey:
         """The key of an operation that is known by some programs."""
-        written = [self._skeleton(program) for program in programs]
+        written = [self.written(program) for program in programs]
         skeleton = (name, *(x for x, _ in written))
         numbers = tuple(x for _, inside in written for x in inside)
         return self._interned(skeleton, numbers, is_ragged=False)
@@ -151,7 +151,7 @@ class Keys:
         parts: list[Hashable] = [primitive, self.params_key(others)]
         numbers: list[Number] = []
         for body in bodies:
-            skeleton, inside = self._skeleton(body)
+            skeleton, inside = self.written(body)
             parts.append(skeleton)
             numbers += inside
         return tuple(parts), tuple(numbers)
@@ -200,10 +200,10 @@ class Keys:
 
     def jaxpr_key(self, jaxpr: OpenProgram) -> Hashable:
         """Equal for programs that are equal up to the names of their variables."""
-        skeleton, numbers = self._skeleton(jaxpr)
+        skeleton, numbers = self.written(jaxpr)
         return (skeleton, *(x.key for x in numbers)) if numbers else skeleton
 
-    def _skeleton(self, program: OpenProgram) -> tuple[Hashable, tuple[Number, ...]]:
+    def written(self, program: OpenProgram) -> tuple[Hashable, tuple[Number, ...]]:
         """(a program without its numbers, its numbers)."""
         same = Same(program)
         entry = self._jaxprs.get(same)
@@ -219,12 +219,12 @@ class Keys:
         """A program as nested tuples, variables numbered by first appearance."""
         inner = without_consts(program)
         names: dict[Any, int] = {}
-        types: dict[int, tuple[str, Any]] = {}  # most variables of a type share one object
+        types: dict[int, tuple[Hashable, Any]] = {}  # most variables of a type share one object
 
-        def type_of(x: Leaf) -> str:
+        def type_of(x: Leaf) -> Hashable:
             written = types.get(id(x.aval))
             if written is None:
-                written = types[id(x.aval)] = str(x.aval), x.aval
+                written = types[id(x.aval)] = self._type(x.aval), x.aval
             return written[0]
 
         def atom(x: Leaf, reads_numbers: bool = True) -> Hashable:
@@ -245,6 +245,48 @@ class Keys:
             parts += [atom(x, are_numbers) for x in eqn.invars]
             parts += map(atom, eqn.outvars)
         return (*parts, *map(atom, inner.outvars))
+
+    def _type(self, aval: Any) -> Hashable:
+        return str(aval)
+
+
+class NumberedKeys(Keys):
+    """The same, so that the names of symbols do not matter.
+
+    Every array of an instance has a symbol of its own for its length. So what a function does to
+    two sentences is recorded twice, once with n and once with m. Symbols are numbered as they come
+    up, and extents are written with the numbers:
+
+        tanh of f32[n,4], f32[m,4]            both    tanh of f32[s0,4]
+        broadcast to (m, 2*m)                         broadcast to (s0, 2*s0)
+
+    Args:
+      keys: by which all else is told apart.
+      numbers: of symbols, given so far.
+    """
+
+    def __init__(self, keys: Keys, numbers: dict[str, int]) -> None:
+        super().__init__()
+        self.reached, self._ids, self._numbers = keys.reached, keys._ids, numbers
+
+    def params_key(self, value: Any) -> Hashable:
+        is_extent = isinstance(value, Base)
+        return numbered(value, self._numbers) if is_extent else super().params_key(value)
+
+    def _type(self, aval: Any) -> Hashable:
+        return numbered((aval.shape, aval.dtype, aval.weak_type), self._numbers)
+
+
+def numbered(value: Any, numbers: dict[str, int]) -> Hashable:
+    """Extents in tuples with numbers for symbols; a new one gets the next number."""
+    if type(value) is tuple:
+        return tuple([numbered(x, numbers) for x in value])
+    if not isinstance(value, Base):
+        return value
+    for s in sorted(symbols_in(value)):
+        numbers.setdefault(s, len(numbers))
+    names = {s: f"s{k}" for s, k in numbers.items()}
+    return "extent", SYMBOL.sub(lambda found: names.get(found[0], found[0]), str(value))
 
 
 def _written_plainly(primitive: object, params: dict[str, Any]) -> tuple | None:

@@ -20,7 +20,6 @@ from jax.tree_util import PyTreeDef
 from jedbatch import checks
 from jedbatch._graph.operations import Alike, CallSpec, CallSpecs, Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
-from jedbatch._jaxpr.extents_inside import extents_in, numbered_extent
 from jedbatch._jaxpr.identity import Same, carried_key, is_immutable, tree_key
 from jedbatch._jaxpr.interpret import cares_for_padding, one_by_one, performs
 from jedbatch._jaxpr.single_instances import may_differ
@@ -40,7 +39,7 @@ from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.escapes import is_kept, live_tracers, only_new_garbage
 from jedbatch._record.hidden import Hidden
 from jedbatch._record.instance_arrays import flatten, is_array
-from jedbatch._record.keys import Keys, memory_of_constants
+from jedbatch._record.keys import Keys, NumberedKeys, memory_of_constants, numbered
 from jedbatch._record.lifting import Lifted, Lifting
 from jedbatch._record.shared_operands import SharedOperands
 from jedbatch._record.shared_values import SharedValue, derived, owned, prologue
@@ -296,9 +295,7 @@ class Registry:
         key, shared, operands = full
         numbers: dict[str, int] = {}
         types = [self.value_types[v] for v in operands]
-        numbered_types = [
-            (*(numbered_extent(d, numbers) for d in t.shape), t.dtype, t.weak) for t in types
-        ]
+        numbered_types = [numbered((t.shape, t.dtype, t.weak), numbers) for t in types]
         return ("like", self._number, key, shared, *numbered_types), tuple(numbers)
 
     def _note_symbols(self, full: tuple, call_spec: CallSpec, jaxpr: OpenProgram) -> None:
@@ -310,10 +307,10 @@ class Registry:
         if not symbols or not symbols_in(jaxpr) <= set(symbols):
             return
         numbers = {s: k for k, s in enumerate(symbols)}
-        extents = [numbered_extent(d, numbers) for d in extents_in(jaxpr)]
-        first = self._alike.setdefault(like, Alike(call_spec, symbols, extents))
+        program = NumberedKeys(self.keys, numbers).jaxpr_key(jaxpr)
+        first = self._alike.setdefault(like, Alike(call_spec, symbols, program))
         if first.call_spec is not call_spec and first.sure is None:
-            first.sure = first.extents == extents
+            first.sure = first.program == program
 
     def _like_another(self, full: tuple, name: str, call: Callable, static: str) -> CallSpec | None:
         """Returns the record of a call that differs from a known one in symbols only, or None."""

@@ -34,6 +34,7 @@ from jedbatch._record.held import (
 )
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.instance_key import is_constant
+from jedbatch._record.keys import Keys
 from jedbatch._record.lifting import Lifted
 from jedbatch._record.registry import NUMBER_TYPES
 from jedbatch._record.rules_in_cells import rules_as_programs
@@ -113,14 +114,14 @@ def _reads_no_number(
 
     program = operation_of(registry.node_types[call_spec.node_type]).jaxpr
     constant, tree = traced(None, all_rules=False)
-    key = registry.keys.params_key
+    written = Keys().written
     with pause(), jax.ensure_compile_time_eval():
         same = tree == (call_spec.tree or jax.tree.structure(0))
-        if same and not is_same_with(numbers, program, constant, key):
+        if same and not is_same_with(numbers, program, constant, written):
             same = has_rules(program)  # which may read the numbers
             if same:
                 ours, theirs = (traced(x, all_rules=True)[0] for x in (lifted, None))
-                same = has_same_rules_with(numbers, ours, theirs, key)
+                same = has_same_rules_with(numbers, ours, theirs, written)
     if same:
         registry.lifting.note_compared(call_spec.id, lifted, objects)
     return same
