@@ -55,7 +55,7 @@ class Written(NamedTuple):
     """The recording of a segment.
 
     Attributes:
-      calls: int64[N], the ids of call specs.
+      calls: int64[N], the types of nodes.
       references: int64[R], what they read: values, and inputs as `-1 - i`.
       groups: int64[I], of its inputs.
       inputs: how these are read, or what they are.
@@ -124,7 +124,7 @@ class PathSegment:
 
     @property
     def calls(self) -> list[int]:
-        """The ids of the call specs of what it records."""
+        """The types of the nodes that it records."""
         return self.written.calls.tolist()
 
     @property
@@ -379,7 +379,7 @@ def _may_look_up_absent_rows(segment: PathSegment, registry: Registry) -> bool:
     Where another comes instead, there need not be such rows. Those by numbers that functions bring
     were there.
     """
-    kinds = kinds_looked_up(registry, {registry.call_specs[c].node_type for c in segment.calls})
+    kinds = kinds_looked_up(registry, set(segment.calls))
     read = map(registry.groups.__getitem__, segment.read.tolist() if kinds else ())
     of_arrays = [kind for how, kind, *_ in read if how == "leaf"]
     return any(stored(registry.value_types[kind]) in kinds for kind in of_arrays)
@@ -387,6 +387,5 @@ def _may_look_up_absent_rows(segment: PathSegment, registry: Registry) -> bool:
 
 def _kernels(segment: PathSegment, programs: ProgramCache) -> Iterator[Any]:
     """Yields the kernels of the calls of a segment."""
-    registry = programs.registry
     for spec in segment.calls:
-        yield programs.kernel(registry.call_specs[spec].node_type)
+        yield programs.kernel(spec)

@@ -69,7 +69,7 @@ class Recorded:
 
     @functools.cached_property
     def calls(self) -> np.ndarray:
-        """int64[N], the id of the call spec of each node."""
+        """int64[N], the type of each node."""
         return self._of_tails(int64_of(self.recorder.call_specs, self.first.nodes), NODES)
 
     @functools.cached_property

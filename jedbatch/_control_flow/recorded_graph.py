@@ -178,9 +178,9 @@ class RecordedGraph:
     def take_up(self) -> None:
         """Takes up what was recorded since the last time."""
         recorder, registry = self.recorder, self.recorder.registry
-        calls = int64_of(recorder.call_specs, len(self.node_type))
+        node_type = int64_of(recorder.call_specs, len(self.node_type))
         operand = int64_of(recorder.references, len(self.operand))
-        node_type, arity = (column[calls] for column in registry.call_specs.columns)
+        arity = registry.arity[node_type]
         counts = np.array([t.num_results for t in registry.types], np.int64)[node_type]
         first = len(self.node_type)
         self.node_type.extend(node_type)

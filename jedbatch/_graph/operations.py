@@ -5,8 +5,6 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 
 @dataclass(frozen=True, eq=False)
 class ListOperands:
@@ -85,46 +83,24 @@ class PrimitiveKey:
 
 
 class CallSpec:
-    """The recording of a kind of call.
+    """The recording of nodes of a type.
 
     Attributes:
-      id: position among the call specs.
-      node_type: id of the type of its nodes.
+      node_type: id of the type.
       arity: number of its operands.
       results: value type ids of its results.
       tree: pytree structure of what it returns; None if that is one array.
       unit: token of a result that stays as it is, such as a tuple; else None.
     """
 
-    __slots__ = ("arity", "id", "node_type", "results", "tree", "unit")
+    __slots__ = ("arity", "node_type", "results", "tree", "unit")
 
-    def __init__(self, id, node_type, arity, results, tree, unit):
-        self.id = id
+    def __init__(self, node_type, arity, results, tree, unit):
         self.node_type = node_type
         self.arity = arity
         self.results = results
         self.tree = tree
         self.unit = unit
-
-
-class CallSpecs(list[CallSpec]):
-    """Call specs by id; there are more and more of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._columns = np.zeros(0, np.int32), np.zeros(0, np.int64)
-
-    @property
-    def columns(self) -> tuple[np.ndarray, np.ndarray]:
-        """(int32[C] node types, int64[C] numbers of operands)."""
-        types, arity = self._columns
-        if len(types) < len(self):
-            new = self[len(types) :]
-            self._columns = (
-                np.append(types, np.array([spec.node_type for spec in new], np.int32)),
-                np.append(arity, np.array([spec.arity for spec in new], np.int64)),
-            )
-        return self._columns
 
 
 @dataclass(eq=False)

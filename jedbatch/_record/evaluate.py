@@ -79,7 +79,7 @@ def record_graph(
                 "them different types, or call the cells from Python."
             )
     which = which.ravel()
-    ids = np.array([c.id for c in call_specs], np.int64)[which]
+    ids = np.array([c.node_type for c in call_specs], np.int64)[which]
     sizes = np.array([len(c.results) for c in call_specs], np.int64)[which]
     starts = recorder.num_values + pointers(sizes)
     references = np.where(inputs, operand - first_input, starts[operand])

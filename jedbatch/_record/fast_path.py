@@ -123,7 +123,7 @@ def fast_path_in_python(recorder: RecorderLike) -> Callable:
         if call_spec is None:
             return recorder.slow_path(cell, args, static)
         references.extend(described.reads)
-        call_specs.append(call_spec.id)
+        call_specs.append(call_spec.node_type)
         index = counter[0]
         counter[0] = index + len(call_spec.results)
         return recorder.results(call_spec, index)

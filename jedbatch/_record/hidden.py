@@ -122,7 +122,7 @@ def _shared_in(objects: list[Any]) -> Iterator[int]:
 
 
 class Hidden:
-    """Calls of cells that read what nothing shows, by the ids of their call specs.
+    """Calls of cells that read what nothing shows, by their types.
 
     Attributes:
       arrays: those that read arrays, whose records are not kept for later calls.
@@ -154,9 +154,9 @@ class Hidden:
           again: traces the cell once more.
         """
         if not shows_arrays(key, program, again):
-            self.arrays.add(call.id)
+            self.arrays.add(call.node_type)
         if not shows_shared(key, reads):
-            self.shared.add(call.id)
+            self.shared.add(call.node_type)
             cell = by_class(key)
             self._traces[cell] = self._traces.get(cell, 0) + 1
             if self._traces[cell] == MANY_TRACES:
@@ -165,7 +165,7 @@ class Hidden:
 
     def is_same_again(self, call: CallSpec) -> bool:
         """Returns whether equal calls of a cell are the same without tracing them."""
-        return call.id not in self.arrays and call.id not in self.shared
+        return call.node_type not in self.arrays and call.node_type not in self.shared
 
     def was_traced(self, key: Hashable) -> bool:
         """Returns whether a cell was traced before and read shared values that nothing shows."""

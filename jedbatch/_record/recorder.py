@@ -94,7 +94,7 @@ class Recorder(Trace):
       result: the class of the results of nodes.
       caller: JAX's trace around the batched function.
       counter: a list of one number, that of results so far.
-      call_specs: the id of the call spec of every node.
+      call_specs: the type of every node.
       references: what the nodes read: results, or inputs as `-1 - i`.
       input_group, input_value: how every input is read, and its value or position.
       tracers: tracers of outer transformations that the function closes over.
@@ -246,7 +246,7 @@ class Recorder(Trace):
 
     @property
     def written(self) -> tuple[list, ...]:
-        """(ids of call specs, references, groups of inputs, values of inputs)."""
+        """(types of nodes, references, groups of inputs, values of inputs)."""
         return self.call_specs, self.references, self.input_group, self.input_value
 
     def new_input(self, group: int, value: Any) -> int:
@@ -379,7 +379,7 @@ class Recorder(Trace):
 
     def record(self, call_spec: CallSpec) -> PyTree:
         """Appends a node whose references are in place already; returns its results."""
-        self.call_specs.append(call_spec.id)
+        self.call_specs.append(call_spec.node_type)
         self.mark()
         index = self.num_values
         self.num_values = index + len(call_spec.results)

@@ -18,7 +18,7 @@ from jax.core import ShapedArray, Tracer
 from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
-from jedbatch._graph.operations import Alike, CallSpec, CallSpecs, Operation
+from jedbatch._graph.operations import Alike, CallSpec, Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.identity import Same, carried_key, is_immutable, tree_key
 from jedbatch._jaxpr.interpret import cares_for_padding, one_by_one, performs
@@ -63,7 +63,7 @@ class Registry:
     Attributes:
       budget: of bytes for what can be forgotten, since it only saves time.
       structure, containers: of the shared arguments; see `_record.containers`.
-      node_types, value_types, shared, call_specs, groups: what is interned, by id. The leaves of
+      node_types, value_types, shared, groups: what is interned, by id. The leaves of
         the shared arguments come first among the shared values.
       bounds_loops: whether loops have a bound (`max_steps`).
       avals: the value types as JAX has them.
@@ -110,7 +110,8 @@ class Registry:
         self.avals: list[ShapedArray] = []
         self.ragged_types: dict[int, RaggedType] = {}
         self.shared = [SharedValue(aval, leaf=i) for i, aval in enumerate(leaf_avals)]
-        self.call_specs = CallSpecs()
+        self.call_specs: dict[int, CallSpec] = {}
+        self._arity = np.zeros(0, np.int64)
         self.groups: list[tuple] = []
         self.units: list[tuple[tuple[int, ...], Hashable]] = []
         self.calls: dict[Hashable, CallSpec] = Memory(None, budget, each(CALL_BYTES))
@@ -166,6 +167,14 @@ class Registry:
         if len(self._types) != len(self.node_types):
             self._types = tuple(self.node_types)
         return self._types
+
+    @property
+    def arity(self) -> np.ndarray:
+        """int64[T], the number of operands of each type."""
+        new = self.node_types[len(self._arity) :]
+        if new:
+            self._arity = np.append(self._arity, [len(t.operands) for t in new])
+        return self._arity
 
     def _intern(self, items: list, item: Hashable) -> int:
         """The number of an item among its like.
@@ -414,13 +423,11 @@ class Registry:
 
     def add_call_spec(self, node_type, results, tree) -> CallSpec:
         """The recording of nodes of a type; what it returns depends on the type."""
-        key = ("call_spec", node_type)
-        if (known := self._ids.get(key)) is not None:
-            return known
-        unit, arity = self.unit(results, tree), len(self.node_types[node_type].operands)
-        call_spec = CallSpec(len(self.call_specs), node_type, arity, results, tree, unit)
-        self.call_specs.append(call_spec)
-        self._ids[key] = call_spec
+        call_spec = self.call_specs.get(node_type)
+        if call_spec is None:
+            unit, arity = self.unit(results, tree), len(self.node_types[node_type].operands)
+            call_spec = CallSpec(node_type, arity, results, tree, unit)
+            self.call_specs[node_type] = call_spec
         return call_spec
 
     def kinds_of(self, types: Sequence[ValueType]) -> list[int]:

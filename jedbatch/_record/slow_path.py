@@ -102,8 +102,8 @@ def _reads_no_number(
     """
     registry, numbers = recorder.registry, lifted.operands
     objects = objects_by_identity(cell.fn)
-    if not registry.lifting.is_new(call_spec.id, lifted, objects):
-        return not registry.lifting.is_apart(call_spec.id, lifted)
+    if not registry.lifting.is_new(call_spec.node_type, lifted, objects):
+        return not registry.lifting.is_apart(call_spec.node_type, lifted)
 
     def traced(lifted: Lifted | None, all_rules: bool) -> tuple[Any, PyTreeDef]:
         found = _prepared(recorder, cell, args, static, lifted, all_rules)
@@ -123,7 +123,7 @@ def _reads_no_number(
                 ours, theirs = (traced(x, all_rules=True)[0] for x in (lifted, None))
                 same = has_same_rules_with(numbers, ours, theirs, written)
     if same:
-        registry.lifting.note_compared(call_spec.id, lifted, objects)
+        registry.lifting.note_compared(call_spec.node_type, lifted, objects)
     return same
 
 
@@ -263,8 +263,8 @@ def cell_call_spec(
         raise
     lifting = recorder.registry.lifting
     if found.asked:
-        lifting.note_asking(call_spec.id, Asked(*map(any, zip(*found.asked, strict=True))))
-    finds = found.holds_operands and lifting.finds(call_spec.id)
+        lifting.note_asking(call_spec.node_type, Asked(*map(any, zip(*found.asked, strict=True))))
+    finds = found.holds_operands and lifting.finds(call_spec.node_type)
     if finds and any(map(holds_traced, objects_by_identity(fn))):
         raise SymbolicValueError(
             f"cell `{cell.name}` holds an object with a value of the instance in it, and "
@@ -272,7 +272,7 @@ def cell_call_spec(
             "a copy of the object. Pass the value to the cell as an argument."
         )
     is_new = call_spec.node_type >= num_types
-    recorder.caching &= call_spec.id not in recorder.registry.hidden.arrays
+    recorder.caching &= call_spec.node_type not in recorder.registry.hidden.arrays
     if hasattr(fn, "__code__") and is_new:
         recorder.registry.variants.warn_if_many(fn.__code__, found.identity, f"cell `{cell.name}`")
     calls = found.identity, found.options

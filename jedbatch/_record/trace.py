@@ -216,8 +216,8 @@ def finish(
     compiled = core()
     if compiled is not None and not registry.arities.padded:
         return _finish_compiled(compiled, registry, columns, outputs, ends)
-    node_type, arity = (column[int64_of(recorded)] for column in registry.call_specs.columns)
-    operand, result = int64_of(references), int64_of(outputs)
+    node_type, operand, result = map(int64_of, (recorded, references, outputs))
+    node_type, arity = node_type.astype(np.int32), registry.arity[node_type]
     node_type, arity, operand, result, of_lists, lengths = registry.arities.pad(
         node_type, arity, operand, result, len(input_group)
     )
@@ -278,7 +278,7 @@ def _finish_compiled(
     operand, kept_result = (np.empty(len(x), np.int32) for x in (reference, result))
     kept, cuts = np.empty((2, num_inputs), np.int64)
     kept_ptr, first_input = np.empty(len(node_ptr), np.int64), np.ascontiguousarray(input_ptr)
-    recorded = call_spec, reference, *registry.call_specs.columns, group, result, first_input
+    recorded = call_spec, reference, registry.arity, group, result, first_input
     written = node_type, operand_ptr, operand, kept_result, kept, kept_ptr, cuts
     num_kept, num_cuts = compiled.write_graph(len(registry.groups), (*recorded, *written))
     kept = kept[:num_kept]

@@ -272,7 +272,6 @@ def test_arrays_of_plans_that_do_not_fit_are_refused():
         given = {
             "recorded": i64(0, 0),
             "references": i64(-1, -3),
-            "types": i32(5),
             "arity": i64(1),
             "group": i64(1, 0, 0),
             "result": i64(1, 0),
@@ -290,12 +289,11 @@ def test_arrays_of_plans_that_do_not_fit_are_refused():
         names = "node_type", "operand", "results", "kept", "kept_ptr", "cuts"
         return counts, *(given[name].tolist() for name in names)
 
-    found = (2, 2), [5, 5], [-2, -1], [1, 0], [2, 0, 0], [0, 2], [0, 1, 0]
+    found = (2, 2), [0, 0], [-2, -1], [1, 0], [2, 0, 0], [0, 2], [0, 1, 0]
     assert finish() == found
     for name, wrong in {
         "recorded": i64(0, 1),
         "references": i64(-1, -4),
-        "types": i32(),
         "arity": i64(-1),
         "group": i64(1, 0, 2),
         "result": i64(1, -4),

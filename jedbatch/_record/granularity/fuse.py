@@ -389,7 +389,7 @@ class Blocks:
                     call_spec = part.block.call_specs.get(leaving)
                     if call_spec is None:
                         call_spec = self._call_spec(part.block)
-                    call_specs.append(call_spec.id)
+                    call_specs.append(call_spec.node_type)
                 else:  # it is never read
                     continue
                 references += [read[k] for k in part.operands]

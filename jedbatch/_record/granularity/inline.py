@@ -77,7 +77,7 @@ class Nodes:
     def add(self, call_spec: CallSpec, site: tuple[int, bool], operands: Sequence[int]) -> int:
         """Appends a node; returns the number of its first result."""
         first = self.num_values
-        self.call_specs.append(call_spec.id)
+        self.call_specs.append(call_spec.node_type)
         self.sites.append(site)
         self.operands.append(operands)
         self.num_values = first + len(call_spec.results)

@@ -154,7 +154,7 @@ class RecordedNodes:
             for unit in order[begin:end]:
                 if isinstance(unit, ListRegion):
                     read, left = unit.read, unit.left
-                    call_specs.append(unit.call_spec.id)
+                    call_specs.append(unit.call_spec.node_type)
                     for v in unit.unstacked:
                         first_row[v] = num_values
                         num_values += unit.length

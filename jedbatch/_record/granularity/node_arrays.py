@@ -103,7 +103,7 @@ class NodeArrays:
             registry,
             recorded,
             recorder.sites or [(0, False)] * len(recorded),
-            pointers(registry.call_specs.columns[1][recorded]),
+            pointers(registry.arity[recorded]),
             int64_of(recorder.references),
             recorder.input_group,
             recorder.input_value,
@@ -132,14 +132,8 @@ class NodeArrays:
 def _arrays(
     registry: Registry, recorded: np.ndarray, sites: Sequence[tuple], *rest: Any
 ) -> NodeArrays:
-    present = np.flatnonzero(np.bincount(recorded))
-    call_specs = [registry.call_specs[c] for c in present.tolist()]
-    local = np.zeros(len(registry.call_specs), np.int64)
-    local[present] = np.arange(len(present))
-    which = local[recorded]
-    columns = np.array([(c.id, c.node_type, len(c.results)) for c in call_specs], np.int64)
-    call_spec, node_type, num_results = columns.reshape(-1, 3)[which].T
+    num_results = np.array([len(t.results) for t in registry.node_types], np.int64)
     site, same = np.array(sites, np.int64).reshape(-1, 2).T
     ptr, operand, *others = rest
-    start = pointers(num_results)
-    return NodeArrays(call_spec, node_type, site, same > 0, ptr, operand, start, *others)
+    start = pointers(num_results[recorded])
+    return NodeArrays(recorded, recorded, site, same > 0, ptr, operand, start, *others)

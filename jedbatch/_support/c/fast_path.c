@@ -44,7 +44,7 @@ typedef struct {
 } FastPath;
 
 static PyTypeObject *fast_path_type;
-static PyObject *name_results, *name_id, *name_tree, *name_unit;
+static PyObject *name_results, *name_node_type, *name_tree, *name_unit;
 static PyObject *name_shape, *name_dtype, *name_copy, *name_symbol, *name_unflatten;
 
 /* What a call is made of, as far as it has been looked at: pairs of words, one of those below and
@@ -638,7 +638,7 @@ make_way(const Call *call, PyObject *call_spec)
     if (way == NULL)
         return NULL;
     PyObject *tree = PyObject_GetAttr(call_spec, name_tree);
-    PyObject *id = PyObject_GetAttr(call_spec, name_id);
+    PyObject *id = PyObject_GetAttr(call_spec, name_node_type);
     way->id = id == NULL ? -1 : PyLong_AsLongLong(id);
     Py_XDECREF(id);
     way->held = PyTuple_New(call->held.count);
@@ -1170,7 +1170,7 @@ init_fast_path(PyObject *module)
     (void)module;
     fast_path_type = (PyTypeObject *)PyType_FromSpec(&spec);
     name_results = PyUnicode_InternFromString("results");
-    name_id = PyUnicode_InternFromString("id");
+    name_node_type = PyUnicode_InternFromString("node_type");
     name_tree = PyUnicode_InternFromString("tree");
     name_unit = PyUnicode_InternFromString("unit");
     name_shape = PyUnicode_InternFromString("shape");

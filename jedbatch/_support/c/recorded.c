@@ -6,7 +6,7 @@
 #include "checks.h"
 
 enum {
-    RECORDED, REFERENCES, TYPE, ARITY, GROUP, RESULT, INPUT_PTR, NODE_TYPE, OPERAND_PTR, OPERAND,
+    RECORDED, REFERENCES, ARITY, GROUP, RESULT, INPUT_PTR, NODE_TYPE, OPERAND_PTR, OPERAND,
     NARROW_RESULT, KEPT, KEPT_PTR, CUTS, NUM
 };
 
@@ -55,21 +55,20 @@ static int
 write_nodes(void *const *data, const Py_ssize_t *lengths)
 {
     const int64_t *recorded = data[RECORDED], *arity = data[ARITY];
-    const int32_t *type = data[TYPE];
     int32_t *node_type = data[NODE_TYPE];
     int64_t *operand_ptr = data[OPERAND_PTR], room = lengths[REFERENCES];
     operand_ptr[0] = 0;
     for (Py_ssize_t i = 0; i < lengths[RECORDED]; i++) {
         int64_t c = recorded[i];
-        if (c < 0 || c >= lengths[TYPE] || arity[c] < 0 || arity[c] > room - operand_ptr[i])
+        if (c < 0 || c >= lengths[ARITY] || arity[c] < 0 || arity[c] > room - operand_ptr[i])
             return 0;
-        node_type[i] = type[c];
+        node_type[i] = (int32_t)c;
         operand_ptr[i + 1] = operand_ptr[i] + arity[c];
     }
     return operand_ptr[lengths[RECORDED]] == room;
 }
 
-/* write_graph(groups, (call specs of nodes, references, node types, numbers of operands, groups of
+/* write_graph(groups, (types of nodes, references, numbers of operands of each type, groups of
  * inputs, results, input_ptr, node_type, operand_ptr, operand, results, kept, input_ptr of these,
  * cuts)): writes nodes and operands; leaves out inputs that are not read, puts those of an instance
  * in the order of their `groups`, and writes which are `kept`, in order, and where the instance or
@@ -78,7 +77,7 @@ PyObject *
 write_graph(PyObject *module, PyObject *args)
 {
     (void)module;
-    static const int sizes[NUM] = {8, 8, 4, 8, 8, 8, 8, -4, -8, -4, -4, -8, -8, -8};
+    static const int sizes[NUM] = {8, 8, 8, 8, 8, 8, -4, -8, -4, -4, -8, -8, -8};
     PyObject *given;
     Py_ssize_t num_groups;
     if (!PyArg_ParseTuple(args, "nO", &num_groups, &given))
@@ -96,7 +95,7 @@ write_graph(PyObject *module, PyObject *args)
     Py_ssize_t num_instances = lengths[INPUT_PTR] - 1, num_cuts = 0, count = lengths[REFERENCES];
     Inputs x = {0};
     int fits = lengths[NODE_TYPE] == num_nodes && lengths[OPERAND_PTR] == num_nodes + 1 &&
-               lengths[ARITY] == lengths[TYPE] && num_groups >= 0 && lengths[OPERAND] == count &&
+               num_groups >= 0 && lengths[OPERAND] == count &&
                lengths[NARROW_RESULT] == lengths[RESULT] && lengths[KEPT] == num_inputs &&
                lengths[KEPT_PTR] == num_instances + 1 && lengths[CUTS] == num_inputs &&
                are_pointers(input_ptr, num_instances + 1, num_inputs) && write_nodes(data, lengths);

@@ -60,7 +60,7 @@ write_turns(const int64_t *turns, Py_ssize_t num_turns, const Py_ssize_t *first,
     return count;
 }
 
-/* round_key((call specs, references, groups, turns), (values,), (first of each, first value)): what
+/* round_key((types of nodes, references, groups, turns), (values,), (first of each, first value)): what
  * was recorded in a round, as bytes that are the same for rounds that are alike; None if a value
  * belongs to an earlier round. */
 PyObject *

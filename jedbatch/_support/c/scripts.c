@@ -275,7 +275,7 @@ take_numbers(Script *self, PyObject *numbers)
     return 0;
 }
 
-/* Script((call specs, references, groups, counter), inputs, rows, (first, stride, count), numbers,
+/* Script((types of nodes, references, groups, counter), inputs, rows, (first, stride, count), numbers,
  * bound, recording). */
 static PyObject *
 make_script(PyTypeObject *type, PyObject *args, PyObject *options)

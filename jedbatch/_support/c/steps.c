@@ -32,7 +32,7 @@ take(PyObject *given, PyObject *tables, Py_ssize_t fiber, Ints **columns, int64_
     return (Step *)data[0] + fiber;
 }
 
-/* begin_step((call specs, references, groups, counter), (table,), fibre): notes that a fibre goes
+/* begin_step((types of nodes, references, groups, counter), (table,), fibre): notes that a fibre goes
  * on. */
 PyObject *
 begin_step(PyObject *module, PyObject *args)
@@ -109,7 +109,7 @@ end_step(Ints *const *columns, Step *step, int64_t value)
     return same;
 }
 
-/* follow_step((call specs, references, groups, counter), (table,), fibre, value): whether the step
+/* follow_step((types of nodes, references, groups, counter), (table,), fibre, value): whether the step
  * that ends is the same as the one before; the next one begins. */
 PyObject *
 follow_step(PyObject *module, PyObject *args)
