@@ -49,9 +49,8 @@ class NodeType:
 
     A type is
 
-    - the operation: a cell, a jit-ted function or a primitive with its parameters;
-    - its static arguments: keyword arguments of a cell without arrays, Python values it closes over
-      (both are part of `operation`);
+    - the operation: the program of a cell, in which keyword arguments without arrays and Python
+      values it closes over are constants; a jit-ted function or a primitive with its parameters;
     - the types of its operands: shape, dtype and weakness;
     - *which* shared values it reads: two layers with equal shapes and different weights
       have different types.

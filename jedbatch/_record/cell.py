@@ -105,18 +105,18 @@ def cell(fn: Callable[P, Result] | None = None, *, name: str | None = None) -> A
       products may differ in their last bits (see `jedbatch.batch`).
 
     Identity:
-      Two cells are the same if their functions have the same code, globals, defaults, attributes
-      and closed-over values, compared by content where it can be written out and else by identity.
-      A cell made inside the batched function is therefore the same at every call, unless it closes
-      over something new each time (`RecompilationWarning`). Symbolic values it closes over
-      become operands, and so do numbers and small arrays of NumPy that differ from call to call,
-      unless Python must know them; those that are its defaults or the arguments of a
-      `functools.partial`, and those that functions, tuples, lists, dicts and objects among these
-      hold, too. What Python and NumPy compute with such numbers, they compute, in 64 bits, and an
-      operand is what an operation of JAX reads: `t // 0.1` in `x * (t // 0.1)`. With positional
-      numbers JAX computes, as under `jax.jit` in 32 bits: `(k * 4) // 4` of 2**30 is 0. If what it
-      closes over changes, weights of a module for instance, it is recorded again (see
-      `jedbatch.batch`).
+      Two calls are of one type if the programs that JAX traces of them are the same, under one name
+      and with operands of the same types. A function of the same code, globals, defaults,
+      attributes and closed-over values, compared by content where it can be written out and else by
+      identity, is not traced again; one that closes over something new each time is
+      (`RecompilationWarning`). Symbolic values it closes over become operands, and so do numbers
+      and small arrays of NumPy that differ from call to call, unless Python must know them; those
+      that are its defaults or the arguments of a `functools.partial`, and those that functions,
+      tuples, lists, dicts and objects among these hold, too. What Python and NumPy compute with
+      such numbers, they compute, in 64 bits, and an operand is what an operation of JAX reads: `t
+      // 0.1` in `x * (t // 0.1)`. With positional numbers JAX computes, as under `jax.jit` in 32
+      bits: `(k * 4) // 4` of 2**30 is 0. If what it closes over changes, weights of a module for
+      instance, it is recorded again (see `jedbatch.batch`).
 
     Examples:
       >>> import jax.numpy as jnp, jedbatch
