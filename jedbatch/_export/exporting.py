@@ -322,10 +322,9 @@ class Sample:
             batches = schedule(graph, batched._policy)
             is_stacked, order = form.batch is not None, batched._options.layout
             forms.append(form)
-            own = self.session.programs.place(
-                graph, batches, returned, order, stacked=is_stacked, keeps=keeps, reuse=reuse
-            )
-            placed.append(replace(own, ahead=()))  # types are those of the sample
+            place = self.session.programs.place
+            how = {"stacked": is_stacked, "keeps": keeps, "reuse": reuse}
+            placed.append(place(graph, batches, returned, order, **how))
         return placed, forms
 
 

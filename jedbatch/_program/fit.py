@@ -95,14 +95,9 @@ def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZ
     mine, its = placed.returned, signature.returned
     same = mine == its if placed.exact else mine.keys() <= its.keys()
     small = SMALL_RESULT_BYTES if placed.keeps else SMALL_IN_INFERENCE
-    size = signature.result_bytes
-    if placed.ahead:  # no minibatch has all that may come
-        ahead = {kernel for kernel, _ in placed.ahead}
-        lanes = zip(signature.kernels, signature.lanes, strict=True)
-        size -= sum(kernel.result_bytes * n for kernel, n in lanes if kernel in ahead)
-    if not same or size <= small:
+    if not same or signature.result_bytes <= small:
         return same
-    return size <= most * result_bytes(placed.kernels, placed.lanes)
+    return signature.result_bytes <= most * result_bytes(placed.kernels, placed.lanes)
 
 
 def make_signature(

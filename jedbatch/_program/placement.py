@@ -81,7 +81,6 @@ class Placement:
       target: what to make a program for.
       num_inputs: inputs of each arena, if they are more than the graph has, whose nodes count as
         several (see `_session.copies`).
-      ahead: kernels that others like this one may need, each with the kernel that it is like.
       worth_sharing: bytes of results; for fewer, sharing rows saves less than it takes.
       worth_slicing: the share of a kernel's operands that another reading must improve.
     """
@@ -101,7 +100,6 @@ class Placement:
     reuse: bool
     target: Target
     num_inputs: tuple[int, ...] | None = None
-    ahead: tuple[tuple[Kernel, Kernel], ...] = ()
     exact: bool = False
 
     @staticmethod
@@ -115,7 +113,6 @@ class Placement:
         keeps: bool,
         reuse: bool | None,
         target: Target,
-        ahead: tuple[tuple[Kernel, Kernel], ...] = (),
         exact: bool = False,
     ) -> Placement:
         """Finds the arena and row of every input; `returned` is what each arena returns.
@@ -160,7 +157,6 @@ class Placement:
             keeps,
             reuse,
             target,
-            ahead=ahead,
             exact=exact,
         )
 
@@ -371,9 +367,6 @@ class Placement:
             ample = self.with_headroom(need, row_bytes=lane_bytes)
             ample = max(ample, round_up(by_chance, lane_bytes))
             lanes[kernel] = max(ample, widths[num_widths - 1], cheap, least)
-        for kernel, like in self.ahead:
-            lanes.setdefault(kernel, lanes[like])
-            widest.setdefault(kernel, 1)
         needed = self.need.sizes
         larger = {
             name: {

@@ -28,9 +28,8 @@ import numpy as np
 
 from jedbatch._graph.operations import ListOperands, Operation
 from jedbatch._graph.types import LENGTH, NodeType, ValueType, operation_of
-from jedbatch._jaxpr.interpret import inlined
 from jedbatch._jaxpr.list_expressions import Expressions
-from jedbatch._jaxpr.rolling import CHAINS, CannotRollError, Roller
+from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.cell import pause
 from jedbatch._record.element_functions import ElementFunction, Makers, find_functions
 from jedbatch._record.instance_arrays import flatten
@@ -90,8 +89,6 @@ class CellCalls:
       rolled: the types that were rolled up, by their ids; None of those that cannot be.
       padded_types: ids of the types that serve several lengths, by their keys, capacities, and
         whether functions of elements are given.
-      reduced: by type, the types of an element, where calls do nothing but reduce a few `*args`.
-      unmet: the types that were made before there was such a call.
     """
 
     def __init__(self, fn: Callable, key_of: Callable[[Any], Hashable]):
@@ -101,8 +98,6 @@ class CellCalls:
         self.listed: dict[int, int] = {}
         self.rolled: dict[int, Rolled | None] = {}
         self.padded_types: dict[tuple[Hashable, int, bool], int] = {}
-        self.reduced: dict[int, tuple[ValueType, ...]] = {}
-        self.unmet: set[int] = set()
         self._weak: dict[int, tuple[bool, ...]] = {}
         self._expressions = Expressions(key_of)
         self._functions: dict[Hashable, tuple[ElementFunction, ...]] = {}
@@ -119,31 +114,12 @@ class CellCalls:
     @property
     def num_lengths(self) -> int:
         """Of lists, how many have been met; several of one length where some elements are weak."""
-        met = [(t, lists) for t, lists in self.lists.items() if t not in self.unmet]
-        return len({(self._weak[t], *(x.length for x in lists)) for t, lists in met})
+        return len({(self._weak[t], *(x.length for x in xs)) for t, xs in self.lists.items()})
 
     @property
     def longest(self) -> int:
         """The length of the longest list that has been met."""
         return max((x.length for lists in self.lists.values() for x in lists), default=0)
-
-    def element(self, node_type: int, of: NodeType) -> tuple[ValueType, ...] | None:
-        """Returns the types of an element if calls do nothing but reduce a few `*args`, as a sum.
-
-        Args:
-          node_type: the id of the type of these calls.
-          of: the type.
-        """
-        lists, num_operands = self.lists[node_type], len(of.operands)
-        if self.first_variable != 0 or len(lists) != 1 or of.shared:
-            return None
-        _, length, _, leaves = lists[0]
-        if not 1 < length <= MAX_ARITIES or length * leaves != num_operands:
-            return None
-        names = [eqn.primitive.name for eqn in inlined(operation_of(of).jaxpr).jaxpr.eqns]
-        if len(names) != num_operands - leaves or not CHAINS.keys() >= set(names):
-            return None
-        return of.operands[:leaves] if of.results == of.operands[:leaves] else None
 
     def roll(self, node_types: Sequence[NodeType]) -> dict[Hashable, list[Rolled]]:
         """Returns types that compute the same for lists of any length.
@@ -391,8 +367,6 @@ class Arities:
         self._makers = Makers(node_types, add_type)
         self._key_of = key_of
         self._cells: dict[Hashable, CellCalls] = {}
-        self._foreseeing: dict[Hashable, CellCalls] = {}  # that have types which may be met
-        self._like: int | None = None  # the type like which calls are, while these are foreseen
 
     @property
     def revision(self) -> int:
@@ -422,17 +396,10 @@ class Arities:
         calls = self._cells.get(cell)
         if calls is None:
             calls = self._cells[cell] = CellCalls(fn, self._key_of)
-        is_new = node_type not in calls.lists
-        if is_new:
-            calls.add(node_type, self._node_types[node_type], args, slots, listed)
-            self._makers.note(node_type, cell)
-        if self._like is not None:
-            if is_new:
-                self._note_unmet(cell, self._like, node_type)
+        if node_type in calls.lists:
             return
-        if not is_new and node_type not in calls.unmet:
-            return
-        calls.unmet.discard(node_type)
+        calls.add(node_type, self._node_types[node_type], args, slots, listed)
+        self._makers.note(node_type, cell)
         if calls.num_lengths <= MAX_ARITIES and calls.longest <= LONG:
             return
         for key, same in calls.roll(self._node_types).items():
@@ -440,55 +407,6 @@ class Arities:
                 if rolled.node_type not in self.padded:
                     self.padded[rolled.node_type] = self._padded(cell, rolled, key)
                     self._changed += rolled.node_type != node_type
-
-    def lengths_ahead(self, cell: Hashable, node_type: int) -> tuple[int, ...]:
-        """Returns how many `*args` calls of a cell may have that were not met yet, to be traced.
-
-        Nothing unless this is the first type of calls that only reduce such elements: the types
-        for other lengths are cheap to make and to compile, and a program that lacks one has to be
-        compiled anew.
-        """
-        calls = self._cells[cell]
-        element = calls.element(node_type, self._node_types[node_type])
-        if element is None or element in calls.reduced.values():
-            return ()
-        calls.reduced[node_type] = element
-        (known,) = calls.lists[node_type]
-        return tuple(n for n in range(2, MAX_ARITIES + 1) if n != known.length)
-
-    @contextlib.contextmanager
-    def foreseeing(self, like: int) -> Iterator[None]:
-        """Calls that are noted meanwhile may come, and are made like those of a type."""
-        self._like = like
-        try:
-            yield
-        finally:
-            self._like = None
-
-    def _note_unmet(self, cell: Hashable, like: int, node_type: int) -> None:
-        """Notes a type of calls that may come, made like another one.
-
-        Programs have room for it if its calls reduce their arguments, too, and do nothing else.
-        """
-        calls = self._cells[cell]
-        calls.unmet.add(node_type)
-        if calls.element(node_type, self._node_types[node_type]) == calls.reduced[like]:
-            calls.reduced[node_type] = calls.reduced[like]
-            self._foreseeing[cell] = calls
-
-    def ahead(self, type_ids: Sequence[int]) -> list[tuple[int, int]]:
-        """Returns pairs: a type that may come, and one of those given that reduces the same.
-
-        Cells of which longer lists were met are called with what their authors chose, such as
-        eight at a time, and not with whatever there is.
-        """
-        pairs = []
-        for calls in self._foreseeing.values():
-            if calls.longest <= MAX_ARITIES:
-                like = {calls.reduced[t]: t for t in type_ids if t in calls.reduced}
-                others = sorted(calls.reduced.keys() - set(type_ids)) if like else []
-                pairs += [(t, like[x]) for t in others if (x := calls.reduced[t]) in like]
-        return pairs
 
     def _padded(self, cell: Hashable, rolled: Rolled, key: Any) -> PaddedCalls:
         calls = self._cells[cell]

@@ -279,29 +279,9 @@ def cell_call_spec(
     if recorder.grouping is None:
         is_operand = [slot == "value" for slot in found.slots]
         recorder.registry.arities.note(calls, fn, args, is_operand, call_spec.node_type)
-        if not found.holds_operands and is_new:
-            _foresee(recorder, cell, args, static, calls, call_spec.node_type)
     elif recorder.grouping.met is not None:
         recorder.grouping.met((*calls, *found.shared), call_spec, found.call)
     return call_spec, [v.index for v in found.operands]
-
-
-def _foresee(
-    recorder: RecorderLike,
-    cell: Cell,
-    args: tuple,
-    static: dict,
-    calls: Hashable,
-    node_type: int,
-) -> None:
-    """Makes the types of calls of a cell with other numbers of `*args` (see `Arities`)."""
-    arities = recorder.registry.arities
-    for length in arities.lengths_ahead(calls, node_type):
-        try:
-            with arities.foreseeing(node_type):
-                recorder.cell_call_spec(cell, args[:1] * length, static)
-        except Exception:  # the cell takes no such number
-            return
 
 
 def _make_values(

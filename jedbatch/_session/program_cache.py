@@ -173,14 +173,12 @@ class ProgramCache:
         buckets: list[Buckets | None] = [None] * len(graph.types)
         for t, kernel in zip(type_ids, kernels, strict=True):
             buckets[t] = kernel.buckets
-        ahead = self.registry.arities.ahead(type_ids)
         return Placement.find(
             assign_lanes(graph, batches, buckets, order, node, weight),
             kernels,
             type_ids,
             returned,
             target=self.target,
-            ahead=tuple([(self.kernel(t), self.kernel(like)) for t, like in ahead]),
             **how,
         )
 

@@ -78,7 +78,7 @@ def test_equal_to_the_loop(program):
     assert_close(jax.jit(jax.grad(of_exported))(params, plan), slope, rtol=1e-4)
 
 
-def test_sums_that_are_foreseen_are_no_part():
+def test_sums_of_other_lengths_are_no_part():
     """Programs are for the types of the sample, whatever a cell may be called with later."""
     plus = jedbatch.cell(lambda *xs: functools.reduce(jnp.add, xs), name="plus")
 
