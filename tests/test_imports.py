@@ -12,7 +12,6 @@ import pytest
 
 import jedbatch
 from jedbatch import ragged
-from jedbatch._record.granularity.inline import Template
 from jedbatch._record.trace import trace
 from jedbatch._support import frames
 
@@ -187,7 +186,7 @@ def test_marks_of_frames():
                 if getattr(module, mark, None) is True:
                     marked[mark].add(name)
     assert marked == {
-        frames.RECORDS_CALLS: {trace.__module__, Template.__module__},
+        frames.RECORDS_CALLS: {trace.__module__},
         frames.HOLDS_FOR_ALL_LENGTHS: {ragged.__name__},
     }
 

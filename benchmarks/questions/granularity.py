@@ -6,7 +6,7 @@ relatedness, as in just-in-time dynamic batching (Zha et al., 2019). Each is wri
 `@jedbatch.cell`, and as raw `jax.numpy` without any cell.
 
 cell        annotated: one node for each call of a cell.
-op          raw, `granularity="op"`: one node for each operation.
+op          raw, `granularity="cell"`: one node for each operation.
 auto        raw, `granularity="auto"`: units found in the recorded operations.
 
 Table 1, after theirs: nodes, batches, milliseconds of planning (`unseen`: minibatches never seen
@@ -174,7 +174,7 @@ def check(losses: Any, correct: np.ndarray, name: str) -> None:
 def granularities(model: Model) -> dict[str, jedbatch.Batched]:
     return {
         "cell": jedbatch.batch(model.annotated),
-        "op": jedbatch.batch(model.raw, granularity="op"),
+        "op": jedbatch.batch(model.raw, granularity="cell"),
         "auto": jedbatch.batch(model.raw, granularity="auto"),
     }
 

@@ -195,11 +195,10 @@ def batch(
         the host for this, so a call waits until all has run, and takes longer. Such functions are
         not exported, and not called by several threads at a time.
       granularity: what a node is. "cell": a call of a `cell`, of a jit-ted function, or one
-        operation outside of them. "op": one operation everywhere, as in DyNet. "auto" finds
-        operations that always run together and makes each such group one node, so that a model
-        without any `cell` runs like one with cells; cells stay whole, except those with variants
-        (operands of several types) that have matrix products in common. Functions that decide on
-        values run as they are recorded, as with "cell". None is "cell" for a function that calls
+        operation outside of them. "auto" finds operations that always run together and makes each
+        such group one node, so that a model without any `cell` runs like one with cells; cells
+        stay whole. Functions that decide on values run as they are recorded, as with "cell". None
+        is "cell" for a function that calls
         cells, except that operations on the stack of a Python list become one node once lists of
         two lengths have been met. A function that calls no cell is recorded in both ways once 512
         operations have been recorded, until 8 instances have been: then "auto" is taken if it

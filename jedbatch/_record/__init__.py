@@ -60,23 +60,22 @@ Read in this order:
 40. `trace`: Recording a minibatch: every instance of it as a graph.
 41. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-42. `granularity.inline`: Taking calls apart: the nodes inside of a node.
-43. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+42. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-44. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+43. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-45. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+44. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-46. `granularity.fuse`: Finding cells without marks: operations that always run together become
+45. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-47. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+46. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-48. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+47. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-49. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-50. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+48. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+49. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-51. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-52. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+50. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+51. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """

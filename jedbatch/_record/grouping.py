@@ -1,13 +1,11 @@
-"""`Grouping`: merges nodes or takes them apart, as a recorder sees it.
+"""`Grouping`: merges nodes, as a recorder sees it.
 
-`_record.granularity` has groupings: of primitives, and of blocks that always run together; and
-what merges the operations on lists where there is no grouping.
+`_record.granularity` has a grouping, of blocks that always run together, and what merges the
+operations on lists where there is no grouping.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Protocol
-
-from jedbatch._record.registry import CallSpec
 
 
 class Columns(Protocol):
@@ -29,7 +27,7 @@ class Merges(Protocol):
 
 
 class Grouping(Protocol):
-    """Merges nodes or takes them apart (see `_record.granularity`), as a recorder sees it."""
+    """Merges nodes (see `_record.granularity`), as a recorder sees it."""
 
     @property
     def picks(self) -> bool:
@@ -39,11 +37,6 @@ class Grouping(Protocol):
     @property
     def here(self) -> Callable[[], tuple[int, bool]] | None:
         """Returns what gives call sites (see `Sites.here`), if it takes them."""
-        ...
-
-    @property
-    def met(self) -> Callable[[Hashable, CallSpec, Callable], None] | None:
-        """Notes that a cell was called in a certain way."""
         ...
 
     @property

@@ -108,7 +108,7 @@ class Recorder(Trace):
         is one of C (see `_control_flow.scripts`); or None.
       leaving: is told of symbols whose values leave JAX, and by what, before they do; or None.
       together: what some functions return, which may wait for values each on its own.
-      grouping: merges nodes later or takes them apart; None to keep nodes as they are.
+      grouping: merges nodes later; None to keep nodes as they are.
       keeps_types: whether operations are to have the types at first that they have later, as far as
         that can be; programs of rounds would otherwise grow when types change.
       sites: the call sites of the nodes, if `grouping` wants to know them (see `Sites.here`).
@@ -267,10 +267,6 @@ class Recorder(Trace):
         kind = self.registry.value_type(*array_type(x))
         x = x.copy() if isinstance(x, np.ndarray) else x  # it may change before it is read
         return Value(self, self.new_input(self.registry.group("value", kind), x), kind)
-
-    def stand_in(self, kind: int) -> Value:
-        """An input that stands for any value of a type."""
-        return Value(self, self.new_input(-1, None), kind)
 
     def symbol(self, x: Leaf) -> Leaf:
         """Any array or number as a symbol."""

@@ -279,8 +279,6 @@ def cell_call_spec(
     if recorder.grouping is None:
         is_operand = [slot == "value" for slot in found.slots]
         recorder.registry.arities.note(calls, fn, args, is_operand, call_spec.node_type)
-    elif recorder.grouping.met is not None:
-        recorder.grouping.met((*calls, *found.shared), call_spec, found.call)
     return call_spec, [v.index for v in found.operands]
 
 

@@ -60,7 +60,7 @@ def trace(
       instances: the mapped arguments of each instance.
       arrays: the arrays in them, in order.
       arrange: makes the arguments of `fn` from the shared and the mapped ones.
-      grouping: merges nodes or takes them apart, one of `GRANULARITIES`.
+      grouping: merges nodes, one of `GRANULARITIES`.
       read: called with a symbol whose value is needed; by default that is an error.
       types: called with the number of an instance that is about to be recorded, gives (shape,
         dtype, weak) of its arrays; None, or given none, if extents are to be known.

@@ -19,6 +19,10 @@ NO_TIERS = (
     "There are no tiers any more; leave it out. `batched.warm` compiles before the first call, and "
     "JAX keeps what it has compiled for the next process where `jax_compilation_cache_dir` is set."
 )
+NO_OP = (
+    'There is no "op" any more: with "cell", operations outside of cells are nodes of their own. '
+    "Leave out `jedbatch.cell` and `jax.jit` where each operation is to be a node."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +90,8 @@ class Options:
                 "where it saves much."
             )
         checks.one_of(name, "control_flow", control_flow, ("auto", "lanes", "lockstep"))
-        checks.one_of(name, "granularity", granularity, (*sorted(GRANULARITIES), None))
+        instead = NO_OP if isinstance(granularity, str) and granularity == "op" else ""
+        checks.one_of(name, "granularity", granularity, (*sorted(GRANULARITIES), None), instead)
         if key is not None:
             expected = "a function of the mapped arguments of an instance"
             checks.function(name, "key", key, expected, "It gives something hashable.")

@@ -106,7 +106,7 @@ class RecordCache:
 
     Attributes:
       registry: types met so far.
-      grouping: merges nodes or takes them apart; None if nodes are what was recorded.
+      grouping: merges nodes; None if nodes are what was recorded.
       lists: merges what is done with lists outside of cells; None if operations are kept apart.
       readouts: merges what is done after the last cells; None if operations are kept apart.
       merging: says whether to merge nodes; None if that is decided.

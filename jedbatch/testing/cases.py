@@ -25,7 +25,7 @@ from jedbatch.testing.judges import (
 )
 from jedbatch.testing.programs import Instance, Program, make_params
 
-GRANULARITIES = ("cell", "cell", "op", "auto")
+GRANULARITIES = ("cell", "cell", "auto")
 LAYOUTS = ("auto", "append", "longest", "reader", "pq")
 EXECUTORS = (None, None, "fused", "dispatch")
 POLICIES = {

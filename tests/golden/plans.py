@@ -127,8 +127,8 @@ def granularities() -> str:
     """The plans of programs without cells, and of some with, by what a node is."""
     return "\n".join(
         [
-            "# treelstm without cells, op\n",
-            raw(granularity="op", policy=jedbatch.policies.depth),
+            "# treelstm without cells, cell\n",
+            raw(granularity="cell", policy=jedbatch.policies.depth),
             "# treelstm without cells, auto\n",
             raw(granularity="auto", policy=jedbatch.policies.depth),
             "# treelstm, auto\n",

@@ -100,5 +100,5 @@ def of_what_is_squeezed(p, x):
 def test_operations_without_results(fn):
     """Outside of cells there is no node for them."""
     check(fn, PARAMS, XS, rtol=1e-4)
-    types = jedbatch.batch(fn, granularity="op").plan(PARAMS, XS).graph.types
+    types = jedbatch.batch(fn, granularity="cell").plan(PARAMS, XS).graph.types
     assert all(node_type.results for node_type in types)

@@ -22,13 +22,11 @@ FAST = {
     ],
     "lazy": [programs.unread_and_twice],
     "auto": [programs.tree_linen, programs.values_and_options],
-    "op": [programs.dag],
 }
 CASES = [
     pytest.param(make, way, marks=[] if make in FAST[way] else pytest.mark.slow)
     for make in programs.PROGRAMS
-    for way in FAST  # however a layer is written, it is the same operations
-    if way != "op" or not make.__name__.startswith(("tree_", "chain_"))
+    for way in FAST
 ]
 
 
@@ -52,7 +50,7 @@ def differentiated(run):
 
 @pytest.mark.parametrize(("make", "way"), CASES, ids=lambda x: getattr(x, "__name__", x))
 def test_agrees_with_loop(make, way):
-    """In batches of cells, of operations, of what always runs together, and in a lazy scope."""
+    """In batches of cells, of what always runs together, and in a lazy scope."""
     fn, params, instances, results, slope = by_loop(make)
     if way == "lazy":
         scope = jedbatch.Lazy()  # programs of other models are not to grow
@@ -61,7 +59,7 @@ def test_agrees_with_loop(make, way):
         batched = jedbatch.batch(fn, granularity="cell" if way == "batch" else way)
         check_plan(batched.plan(params, instances))
         run = lambda p: batched(p, instances)  # noqa: E731
-    rtol = 3e-5 if way in ("auto", "op") else 1e-5
+    rtol = 3e-5 if way == "auto" else 1e-5
     if way == "batch":
         assert_close(run(params), results, rtol, by_instance=True)
     gradient, found = differentiated(run)(params)

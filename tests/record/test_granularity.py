@@ -27,7 +27,7 @@ pytestmark = pytest.mark.unoptimized
 
 H = 4
 WORDS = 20
-MODES = ("op", "auto")
+MODES = ("cell", "auto")
 
 
 def plain(fn):
@@ -229,7 +229,7 @@ NAMES = [m.__name__ for m in MODELS]
 NAMES[6] = "many_children_cell"
 
 
-FAST = [("lattice", "auto"), ("helpers_everywhere", "op")]
+FAST = [("lattice", "auto"), ("helpers_everywhere", "cell")]
 TREES = ("raw_tree", "linen_tree")  # whose operations are those of `nnx_tree`
 CASES = [
     pytest.param(
@@ -237,7 +237,7 @@ CASES = [
     )
     for make, name in zip(MODELS, NAMES, strict=True)
     for mode in MODES
-    if mode != "op" or name not in TREES
+    if mode != "cell" or name not in TREES
 ]
 
 
@@ -297,28 +297,6 @@ def test_loop_is_found():
     assert len(found.schedule) == len(marked.schedule)
 
 
-def test_operations_are_counted():
-    """As many nodes as the programs of all calls have operations."""
-    leaf = lambda params, word: jnp.tanh(params["b"] * word)  # noqa: E731
-    node = lambda params, x, y: jnp.where(x > y, jax.nn.silu(x), y) @ params["W"]  # noqa: E731
-    out = lambda params, h: (h * params["b"]).sum()  # noqa: E731
-    fn = programs.recursion(jedbatch.cell(leaf), jedbatch.cell(node), jax.jit(out))
-    params = programs.weights(0, W=(H, H), b=(H,))
-
-    def operations(program):
-        inner = [e.params["jaxpr"].jaxpr for e in program.eqns if e.primitive.name == "jit"]
-        return len(program.eqns) - len(inner) + sum(map(operations, inner))
-
-    h = jnp.zeros(H)
-    sizes = [
-        operations(jax.make_jaxpr(f)(params, *args).jaxpr)
-        for f, *args in ((leaf, 1), (node, h, h), (out, h))
-    ]
-    graph = planned(fn, params, [((1, 2), 3), 4, (5, (6, (7, 8)))], granularity="op").graph
-    assert len(graph.node_type) == np.dot(sizes, [3 + 1 + 4, 2 + 0 + 3, 3])
-    assert not {graph.types[t].name for t in graph.node_type} & {"node", "silu", "<lambda>"}
-
-
 @pytest.mark.parametrize("mode", mostly_slow(MODES, "auto"))
 @pytest.mark.parametrize("make", mostly_slow([raw_tree, many_children, ragged], "raw_tree"))
 def test_unseen_topologies_add_nothing(make, mode):
@@ -359,36 +337,23 @@ def test_many_ways_are_not_told_apart():
     assert num_types(batched.plan(params, instances).graph) <= 30
 
 
-@pytest.mark.parametrize("wrap", [jedbatch.cell, lambda f: f], ids=["cell", "raw"])
-def test_numbers_of_children_share_products(wrap):
+def test_numbers_of_children_share_products():
     """Types with a matrix product do not multiply with the numbers of children there are."""
     counts = []
     for most in (4, 9):
-        fn, params, instances = many_children(20, wrap=wrap, most=most)
+        fn, params, instances = many_children(20, most=most)
         counts.append(
             num_types(planned(fn, params, instances, granularity="auto").graph, "dot_general")
         )
     assert counts[0] == counts[1] <= 4
 
 
-def test_few_variants_stay_cells():
-    """Taking a cell apart that has two variants would not save batches."""
-    fn, params, _ = many_children(wrap=jedbatch.cell)
-    trees = [(1, (2,), (3,)), (1, (2, (3,), (4,)), (5,))]
-    graph = planned(fn, params, trees, granularity="auto").graph
-    assert sum(t.name == "node" for t in graph.types) == 2
-
-
-def test_variants_without_products_stay_cells():
-    total = jedbatch.cell(lambda *terms: sum(terms), name="total")
-
-    def fn(params, n):
-        return total(*(params["b"] * k for k in range(n + 1)))
-
-    params = programs.weights(0, b=(H,))
-    graph = planned(fn, params, [1, 2, 3, 4, 5], granularity="auto").graph
-    used = [graph.types[t].name for t in np.unique(graph.node_type)]
-    assert used.count("total") == 5
+def test_cells_stay_whole():
+    """However many variants of them there are."""
+    fn, params, instances = many_children(wrap=jedbatch.cell)
+    graph = planned(fn, params, instances, granularity="auto").graph
+    calls = sum(str(tree).count("(") for tree in instances)
+    assert sum(graph.types[t].name == "node" for t in graph.node_type) == calls
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -465,6 +430,8 @@ def test_call_sites_are_taken_where_something_is_new(monkeypatch):
 def test_granularity_is_checked():
     with pytest.raises(ValueError, match=r"granularity='fine'; expected one of .*'auto'"):
         jedbatch.batch(lambda p, x: x, granularity="fine")
+    with pytest.raises(ValueError, match=r"granularity='op'.*no \"op\" any more.*Leave out"):
+        jedbatch.batch(lambda p, x: x, granularity="op")
 
 
 def test_twins_have_the_same_granularity():

@@ -459,7 +459,7 @@ def test_known_functions_with_rules_are_not_run_again(monkeypatch):
             x = found["all"] + parts(found["sum"][0])[1]
         return x
 
-    batched = jedbatch.batch(fn, granularity="op")
+    batched = jedbatch.batch(fn, granularity="cell")
     for first in (1, 4):
         few = [(x, first + k) for k, x in enumerate(INSTANCES)]
         assert_close(batched(WEIGHT[0], few), jnp.stack([fn(WEIGHT[0], x) for x in few]), 1e-5)

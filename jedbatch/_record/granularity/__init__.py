@@ -1,1 +1,1 @@
-"""The granularity of nodes: taking calls apart and putting operations together."""
+"""The granularity of nodes: putting operations together."""

@@ -33,11 +33,7 @@ A number that has been the same wherever its token was met is written into the b
 seen to vary. The same holds for `value[i]`, unless different i follow on the same operation: those
 of a loop have an order, and a label that is looked up has none.
 
-Cells stay whole, except those that exist in several variants, such as a node of a tree with any
-number of children. Nodes of different variants never run together, although their products might.
-Such a cell is taken apart if variants have a product of matrices in common (see
-`_record.granularity.inline`); then what does not depend on the number of children is a block of its
-own.
+Cells stay whole.
 
 Once a minibatch would have been cut in the same way by the blocks known from before, call sites are
 not taken any more (see `_record.granularity.known`), until something new is met.
@@ -48,7 +44,7 @@ the rule that finds them is ours.
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -58,9 +54,7 @@ import numpy as np
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.types import operation_of
 from jedbatch._graph.union_find import UnionFind
-from jedbatch._jaxpr.interpret import performs
 from jedbatch._record.granularity.call_sites import Sites, Unit
-from jedbatch._record.granularity.inline import Primitives, Template, apart, make_template
 from jedbatch._record.granularity.known import KnownStretches, Parsed, Stretch, relative
 from jedbatch._record.granularity.node_arrays import NodeArrays
 from jedbatch._record.granularity.tokens import Tokens
@@ -68,9 +62,7 @@ from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import CallSpec, Registry
 from jedbatch._support.types import Leaf
 
-PRODUCTS = ("dot_general", "conv_general_dilated")
 MANY_STRETCHES = 10_000  # known, before all are forgotten
-MANY_VARIANTS = 3  # of a cell, from which on it may be taken apart
 
 
 class Pattern(NamedTuple):
@@ -142,7 +134,6 @@ class Blocks:
 
     Attributes:
       picks: `value[i]` is one operation, of which i may be a number.
-      met: notes that a cell was called.
     """
 
     picks = True
@@ -150,14 +141,12 @@ class Blocks:
     def __init__(self, registry: Registry):
         self._registry = registry
         self._sites = Sites()
-        self._variants = Variants(registry, self)
         self._tokens = Tokens(registry, self._sites)
         self._blocks: dict[Pattern, Block] = {}
         self._stretches: dict[tuple, list[Part] | None] = {}
         self._known = KnownStretches()
         self._numbers_changed = 0
         self._needs_sites = True
-        self.met = self._variants.met
 
     @property
     def here(self) -> Callable[[], tuple[int, bool]] | None:
@@ -167,18 +156,14 @@ class Blocks:
     @property
     def revision(self) -> int:
         """The number of times that what was recorded first would now be recorded otherwise."""
-        return self._sites.revision + self._variants.revision
+        return self._sites.revision
 
     def group(
         self, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
     ) -> Merged | None:
         """Returns the recorded nodes as nodes of blocks; None if it takes call sites."""
         self._sites.release()
-        if self._variants.are_apart:
-            taken = apart(self._registry, recorder, outputs, ends, self._variants.template)
-            nodes = NodeArrays.of_nodes(self._registry, taken)
-        else:
-            nodes = NodeArrays.of_recorder(self._registry, recorder, outputs, ends)
+        nodes = NodeArrays.of_recorder(self._registry, recorder, outputs, ends)
         parsed = self._learn(nodes) if self._needs_sites else self._known.parse(nodes)
         if parsed is None:
             self._needs_sites = True
@@ -196,7 +181,7 @@ class Blocks:
             self._numbers_changed = self._tokens.numbers_changed
         starts = self._tokens.cut(tokens, nodes)
         parts, reads = self._parts(nodes, tokens, starts)
-        if not (self._variants.are_apart or self._known.is_ambiguous):
+        if not self._known.is_ambiguous:
             without = self._known.parse(nodes)
             self._needs_sites = without is None or without.starts != starts
         return Parsed(starts, parts, reads)
@@ -452,64 +437,7 @@ def pattern_call(
     return call
 
 
-class Variants:
-    """Cells that were met with operands of several types, and what they are made of.
-
-    Attributes:
-      revision: how many cells have turned out to have variants, the first ones without a template.
-    """
-
-    def __init__(self, registry: Registry, blocks: Blocks):
-        self._registry = registry
-        self._blocks = blocks
-        self._cell_of: dict[int, Hashable] = {}  # by node type
-        self._templates: dict[Hashable, dict[int, Template | None]] = {}
-        self._products: dict[Hashable, set[int]] = {}
-        self._apart: set[Hashable] = set()
-        self.revision = 0
-
-    def met(self, cell: Hashable, call_spec: CallSpec, call: Callable) -> None:
-        """Notes that a cell was called in a certain way."""
-        variant = call_spec.node_type
-        self._cell_of[variant] = cell
-        variants = self._templates.setdefault(cell, {})
-        variant_id = variants.setdefault(variant, None)
-        if variant_id is not None or len(variants) < MANY_VARIANTS:
-            return
-        if cell not in self._products:  # the first ones have no template yet
-            self.revision += 1
-            self._registry.forget_calls()  # so that they come by here
-            self._products[cell] = set()
-        types = self._registry.node_types
-        template = variants[variant] = make_template(
-            self._registry,
-            call,
-            types[variant].shared,
-            self._registry.kinds_of(types[variant].operands),
-            self.template,
-            self._blocks,
-        )
-        products = {self._registry.call_specs[c].node_type for c in template.call_specs}
-        products = {t for t in products if performs(operation_of(types[t]).jaxpr, *PRODUCTS)}
-        if products & self._products[cell]:
-            self._apart.add(cell)
-        self._products[cell] |= products
-
-    @property
-    def are_apart(self) -> bool:
-        """Returns whether there are cells to take apart."""
-        return bool(self._apart)
-
-    def template(self, call_spec: CallSpec) -> Template | None:
-        """Returns the replacement of a call, or None."""
-        cell = self._cell_of.get(call_spec.node_type)
-        if cell not in self._apart:
-            return None
-        return self._templates[cell][call_spec.node_type]
-
-
 GRANULARITIES: dict[str, Callable[[Registry], Any]] = {
     "cell": lambda registry: None,
-    "op": Primitives,
     "auto": Blocks,
 }

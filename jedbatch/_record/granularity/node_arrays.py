@@ -1,7 +1,6 @@
 """`NodeArrays`: recorded nodes as arrays, to look at many of them at a time."""
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from jedbatch._graph.paths import int64_of, pointers, ranges
-from jedbatch._record.granularity.inline import Nodes
 from jedbatch._record.recorder import Recorder
 from jedbatch._record.registry import Registry
 from jedbatch._support.types import Leaf
@@ -97,7 +95,11 @@ class NodeArrays:
     def of_recorder(
         registry: Registry, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
     ) -> "NodeArrays":
-        """Returns what was recorded; `ends` as in `apart`."""
+        """Returns what was recorded.
+
+        `ends` are, for each instance, after (0, 0, 0, 0), how many nodes, references, inputs and
+        outputs had been recorded when it was done.
+        """
         recorded = int64_of(recorder.call_specs)
         return _arrays(
             registry,
@@ -109,23 +111,6 @@ class NodeArrays:
             recorder.input_value,
             outputs,
             [(n, i, o) for n, _, i, o in ends],
-        )
-
-    @staticmethod
-    def of_nodes(registry: Registry, nodes: Nodes) -> "NodeArrays":
-        """Returns nodes that have been taken apart."""
-        arity = np.fromiter(map(len, nodes.operands), np.int64, len(nodes.operands))
-        operand = np.array(list(itertools.chain.from_iterable(nodes.operands)), np.int64)
-        return _arrays(
-            registry,
-            np.array(nodes.call_specs, np.int64),
-            nodes.sites,
-            pointers(arity),
-            operand,
-            nodes.input_group,
-            nodes.input_value,
-            nodes.outputs,
-            nodes.ends,
         )
 
 
