@@ -286,25 +286,6 @@ class SlowCallsWarning(PerformanceWarning):
     """
 
 
-class RetracedCellWarning(PerformanceWarning):
-    """A cell is traced by JAX at every call.
-
-    **Symptom.** Planning takes milliseconds for each call of a cell, where it takes microseconds.
-
-    **Reason.** The cell reads parameters that are neither among its arguments nor closed over, but
-    found in a context, as the modules of Haiku do inside of `hk.transform`. Which parameters these
-    are, only tracing shows.
-
-    **Cure.** Pass them to the cell, or write no cells and let them be found:
-
-        compose = hk.without_apply_rng(hk.transform(lambda a, b: Composer()(a, b)))
-        compose_cell = jedbatch.cell(compose.apply)         # compose_cell(params, a, b)
-
-        model = hk.without_apply_rng(hk.transform(recursive_function))
-        jedbatch.batch(model.apply, granularity="auto")
-    """
-
-
 __all__ = [
     "EscapedValueError",
     "GroupedByShapesWarning",
@@ -315,7 +296,6 @@ __all__ = [
     "PerformanceWarning",
     "PlannedHereWarning",
     "RecompilationWarning",
-    "RetracedCellWarning",
     "SlowCallsWarning",
     "SymbolicValueError",
     "UnfinishedLoopError",

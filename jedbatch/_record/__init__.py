@@ -27,8 +27,7 @@ Read in this order:
 16. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
 17. `shared_operands`: Shared arrays that cells get in place of values.
-18. `hidden`: Cells that find what they read by themselves: in objects they close over, or in
-   a context.
+18. `unseen`: Values that the program of a cell reads and that its identity does not show.
 19. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
    enough.
 20. `rule_programs`: Functions with a derivative rule of their own, traced: the function and its

@@ -37,12 +37,12 @@ from jedbatch._record.cell import pause
 from jedbatch._record.custom_rules import CustomFunctions
 from jedbatch._record.environment import AccessPath, Reached
 from jedbatch._record.escapes import is_kept, live_tracers, only_new_garbage
-from jedbatch._record.hidden import Hidden
 from jedbatch._record.instance_arrays import flatten, is_array
 from jedbatch._record.keys import Keys, NumberedKeys, memory_of_constants, numbered
 from jedbatch._record.lifting import Lifted, Lifting
 from jedbatch._record.shared_operands import SharedOperands
 from jedbatch._record.shared_values import SharedValue, derived, owned, prologue
+from jedbatch._record.unseen import check_shared, shows_arrays
 from jedbatch._record.variants import VariantsMet
 from jedbatch._support.caches import Budget, Memory, each
 from jedbatch._support.types import Dtype
@@ -79,7 +79,8 @@ class Registry:
       constants: results of operations on concrete values.
       variants: how many variants of operations were met.
       lifting: which numbers that operations hold are operands.
-      hidden: calls of cells that read what neither arguments nor closures show.
+      unseen: ids of types of cells that read arrays which are found nowhere: they are traced
+        at each call, and not recorded for later calls.
       arities: the calls of cells that differ in the length of lists.
       shared_operands: arguments of cells that are values, though they are shared in some calls.
       reached: the way to arrays by which they are known, by their ids (see `_record.environment`).
@@ -144,7 +145,7 @@ class Registry:
         self.arrays_reached: Mapping[Any, Any] = {}
         self.tokens_reached: dict[Any, tuple[Any, Hashable]] = {}
         self.is_traced = False
-        self.hidden = Hidden()
+        self.unseen: set[int] = set()
         self._number = 0
         self.warned: set[type] = set()  # of performance
         self.variants = VariantsMet(self.warned)
@@ -269,8 +270,10 @@ class Registry:
         if call_spec is None and user_code:
             call_spec = self._like_another(full, name, call, static)
         if call_spec is None:
-            alone = user_code and not self.hidden.was_traced(key)
-            jaxpr, tree, extra = self.trace(name, call, shared, operands, alone)
+            jaxpr, tree, extra = self.trace(name, call, shared, operands, user_code)
+            if user_code:
+                found = itertools.filterfalse(self.is_reached, extra)
+                check_shared(name, key, {s: self.shared[s].aval.str_short() for s in found})
             own: Hashable = ("cell", self.keys.jaxpr_key(jaxpr)) if user_code else key
             results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
             node_type = NodeType(
@@ -285,9 +288,9 @@ class Registry:
             type_id = self._intern(self.node_types, node_type)
             self.lines.setdefault(type_id, line_of_user())
             call_spec = call_specs[full] = self.add_call_spec(type_id, results, structure)
-            found = itertools.filterfalse(self.is_reached, extra)
-            again = lambda: self.trace(name, call, shared, operands, alone)[0]  # noqa: E731
-            if user_code and self.hidden.note(call_spec, name, key, jaxpr, found, again):
+            again = lambda: self.trace(name, call, shared, operands, True)[0]  # noqa: E731
+            if user_code and not shows_arrays(key, jaxpr, again):
+                self.unseen.add(type_id)
                 call_specs.pop(full, None)  # it may have been forgotten
             elif user_code and not extra:
                 self._note_symbols(full, call_spec, jaxpr)

@@ -77,8 +77,8 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
             raise NotDescribedError  # numbers that are operands, as they are meant to be
         if len(recorder.call_specs) > num_nodes:
             raise NotDescribedError  # a weight is a value here, which no user can help
-        if not registry.hidden.is_same_again(call_spec):
-            raise NotDescribedError("reads weights that no argument shows; pass them")
+        if call_spec.node_type in registry.unseen:
+            raise NotDescribedError("reads arrays that no argument shows; pass them")
         registry.remember(recorder.description(cell, args, static), call_spec)
     except NotDescribedError as error:
         registry.slow_calls[cell.name, str(error)] += 1
@@ -272,7 +272,7 @@ def cell_call_spec(
             "a copy of the object. Pass the value to the cell as an argument."
         )
     is_new = call_spec.node_type >= num_types
-    recorder.caching &= call_spec.node_type not in recorder.registry.hidden.arrays
+    recorder.caching &= call_spec.node_type not in recorder.registry.unseen
     if hasattr(fn, "__code__") and is_new:
         recorder.registry.variants.warn_if_many(fn.__code__, found.identity, f"cell `{cell.name}`")
     calls = found.identity, found.options

@@ -1,15 +1,12 @@
 """Parameters that a library keeps in a context, as `haiku.transform` does."""
 
-import functools
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases.helpers import check
 
 import jedbatch
-from jedbatch._record.hidden import MANY_TRACES
-from jedbatch.errors import RetracedCellWarning, SymbolicValueError
+from jedbatch.errors import SymbolicValueError
 
 pytestmark = pytest.mark.unoptimized
 
@@ -104,9 +101,6 @@ P, Q = random_params(0), random_params(1)
     ("apply", "granularity"),
     [
         pytest.param(transform(plain), "auto", marks=pytest.mark.slow),
-        (transform(with_cells), "cell"),
-        (transform(with_cells_of_layers), "cell"),
-        (transform(global_cells), "cell"),
         (cells_of_transforms, "cell"),
     ],
 )
@@ -123,39 +117,56 @@ def size(tree):
     return 1 + sum(map(size, tree)) if isinstance(tree, tuple) else 1
 
 
-@pytest.mark.parametrize("tree_fn", [with_cells_of_layers, global_cells])
-def test_cells_of_two_contexts_read_those(tree_fn):
-    apply = transform(tree_fn)
+SEARCHING = [with_cells, with_cells_of_layers, global_cells]
 
+
+@pytest.mark.parametrize("tree_fn", SEARCHING)
+def test_cells_that_find_parameters_in_a_context_are_refused(tree_fn):
+    batched = jedbatch.batch(transform(tree_fn))
+    for _ in range(2):
+        with pytest.raises(SymbolicValueError, match=r"`(leaf|node)` reads .*float32\[.*Haiku"):
+            batched(P, TREES)
+
+
+@pytest.mark.parametrize("apply", [transform(plain), cells_of_transforms])
+def test_two_contexts(apply):
     def difference(params, tree):
         return apply(params[0], tree) - 2 * apply(params[1], tree)
 
-    check(difference, (P, Q), TREES[:2], gradients=tree_fn is global_cells)
+    check(difference, (P, Q), TREES[:2], gradients=apply is cells_of_transforms)
 
 
 def test_values_of_an_instance_in_a_context():
     def fn(params, tree):
-        weights = {"w": params["node"]["w"] * transform(with_cells)(params, tree).sum()}
+        weights = {"w": params["node"]["w"] * transform(plain)(params, tree).sum()}
         return transform(global_cells)(
             {"leaf": params["leaf"], "node": params["node"] | weights}, tree
         )
 
-    with pytest.raises(SymbolicValueError, match="pass the value to the cell as an argument"):
+    with pytest.raises(SymbolicValueError, match="the cell as an argument"):
         jedbatch.batch(fn)(P, TREES)
 
 
-def test_a_cell_that_is_traced_at_every_call_is_warned_of_once():
-    tree = functools.reduce(lambda tree, k: (tree, k * A), range(MANY_TRACES), B)
-    batched = jedbatch.batch(transform(global_cells))
-    with pytest.warns(RetracedCellWarning, match=r"cell\(transformed.apply\)") as warned:
-        plan = batched.plan(P, [tree])
-    assert len(warned) == 2  # one for each cell
-    assert len(plan.graph.present_types) == 2
-    batched.plan(P, [(tree, A)])
+class Weighted:
+    """A layer that holds its parameters."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def __call__(self, *parts):
+        return jnp.tanh(jnp.concatenate(parts) @ self.params["w"] + self.params["b"])
+
+
+def with_weighted_layers(params, tree):
+    leaf, node = Weighted(params["leaf"]), Weighted(params["node"])
+    return tree_with(
+        jedbatch.cell(lambda x: leaf(x), name="leaf"),
+        jedbatch.cell(lambda a, b: node(a, b), name="node"),
+    )(tree)
 
 
 def test_layers_made_for_each_instance_are_of_two_types():
-    apply = transform(with_cells_of_layers)
+    check(with_weighted_layers, P, TREES)
     numbered = [(k, (A, B)) for k in range(40)]  # each recorded by itself
-    plan = jedbatch.batch(lambda params, item: apply(params, item[1])).plan(P, numbered)
+    plan = jedbatch.batch(lambda p, item: with_weighted_layers(p, item[1])).plan(P, numbered)
     assert len(plan.graph.present_types) == 2
