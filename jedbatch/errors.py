@@ -209,7 +209,9 @@ class GroupedByShapesWarning(PerformanceWarning):
     [n, m], each structure is compiled by itself.
 
     **Cure.** Leave lengths to `jnp` (`x.sum(0)`, not a loop over `range(len(x))`), put what needs
-    a fixed length into a cell, or pad arrays to a few lengths.
+    a fixed length into a cell, or pad arrays to a few lengths. Some functions of JAX make a number
+    of a length: for `lax.associative_scan` write `lax.cumsum` and its like, or `lax.scan`; for
+    `jnp.searchsorted` and `jnp.digitize` count, `(table < x[:, None]).sum(1)`.
     """
 
 

@@ -11,65 +11,63 @@ Read in this order:
 4. `interpret`: Handling programs of JAX equation by equation, with public names only.
 5. `known_functions`: Elementwise functions of JAX with a derivative rule of their own.
 6. `early_part`: A program in two: products that need some operands only, and all else.
-7. `associative`: Associative scans along axes of which the extent is not known.
-8. `searches`: Binary searches in tables of which the extent is not known.
-9. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
-10. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
-11. `same_programs`: Whether programs compute the same, one of which takes numbers that the other
+7. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
+8. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
+9. `same_programs`: Whether programs compute the same, one of which takes numbers that the other
    one holds.
-12. `storage`: Storage of values: each is a row of an array that holds values of one shape and
+10. `storage`: Storage of values: each is a row of an array that holds values of one shape and
    dtype.
-13. `identity`: Identity of values: the keys of everything that is remembered.
-14. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
-15. `gates`: Gates: what comes back through one result stays apart from what comes through another.
-16. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
-17. `meshes`: Types of arrays where a mesh is set: how they are cut over it, and along which axes
+11. `identity`: Identity of values: the keys of everything that is remembered.
+12. `zeros`: Symbolic zeros: results that are not differentiated are not pulled back.
+13. `gates`: Gates: what comes back through one result stays apart from what comes through another.
+14. `sums`: Results of a program added to totals, in place where the program puts rows into zeros.
+15. `meshes`: Types of arrays where a mesh is set: how they are cut over it, and along which axes
    they vary.
-18. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
+16. `derivatives`: Derivatives of programs whose loops JAX cannot reverse: of any order, in both
    modes.
-19. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
-20. `monoids`: Reductions as monoids: what joins two values, and the identity, which changes no
+17. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
+18. `monoids`: Reductions as monoids: what joins two values, and the identity, which changes no
    value.
-21. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
+19. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-22. `list_order`: Operations along a list for which the order of its elements counts, where there is
+20. `list_order`: Operations along a list for which the order of its elements counts, where there is
    room for more.
-23. `list_expressions`: Expressions of programs of lists of any length.
-24. `list_values`: The values of a program of a list, as what they are for lists of any length (see
+21. `list_expressions`: Expressions of programs of lists of any length.
+22. `list_values`: The values of a program of a list, as what they are for lists of any length (see
    `rolling`).
-25. `list_positions`: Positions in lists of any length: of all elements, of elements in order, and
+23. `list_positions`: Positions in lists of any length: of all elements, of elements in order, and
    rows at some.
-26. `rolling`: Programs of a list of values as programs of lists of any length.
-27. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+24. `rolling`: Programs of a list of values as programs of lists of any length.
+25. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-28. `trip_counts`: Trip counts of loops, as far as their programs say.
-29. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+26. `trip_counts`: Trip counts of loops, as far as their programs say.
+27. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-30. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+28. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
-31. `registers`: Basic blocks, and the registers of values that live between them.
-32. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+29. `registers`: Basic blocks, and the registers of values that live between them.
+30. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-33. `lane_policies`: Policies for lanes: which block runs next, where each lane is at its own place
+31. `lane_policies`: Policies for lanes: which block runs next, where each lane is at its own place
    of a program.
-34. `program_counters`: A machine for lanes that are at different places of a program.
-35. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+32. `program_counters`: A machine for lanes that are at different places of a program.
+33. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-36. `branch_residuals`: Residuals of branches, without those that are there anyway.
-37. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+34. `branch_residuals`: Residuals of branches, without those that are there anyway.
+35. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-38. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+36. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-39. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+37. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-40. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+38. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-41. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+39. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-42. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-43. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-44. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+40. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+41. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+42. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-45. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+43. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
 """

@@ -45,8 +45,6 @@ from jax.core import ShapedArray
 from jax.export import is_symbolic_dim, symbolic_shape
 from jax.extend.core import set_current_trace
 
-from jedbatch._jaxpr.associative import ANY_NUMBER, is_associative_scan, scanned_in_place
-from jedbatch._jaxpr.searches import MOST_STEPS, is_search
 from jedbatch._jaxpr.versions import is_program, without_consts
 from jedbatch._support.frames import HOLDS_FOR_ALL_LENGTHS, is_private
 from jedbatch._support.types import Array, AxisSize, Dtype
@@ -59,9 +57,6 @@ HELPERS = frozenset({*sys.stdlib_module_names, "numpy", "opt_einsum"})  # ask fo
 FUNCTIONS = re.compile(r"jax\._src\.(numpy|scipy|nn)\b")
 # These give another result where shapes differ.
 DECISIONS = [inspect.unwrap(f).__code__ for f in (jnp.array_equal, jnp.array_equiv)]
-# These ask whether there are fewer rows than are taken, whoever runs an instance asks again; or
-# more than 32 bits can count.
-SUPPOSES_ENOUGH = re.compile(r"_top_k\w*|int_dtype_for_dim")
 SYMBOL = re.compile(r"\b(?:n\d*|[mkl])\b")
 SUM = re.compile(r"[\w*^]+( \+ [\w*^]+)*( - \d+)?")  # of products of symbols
 (_plain,) = symbolic_shape("n")
@@ -234,8 +229,6 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
 
     def method(self: Any, other: object) -> bool:
         left, right = self, other
-        if compare is Base.__lt__ and scanned_in_place(sys._getframe(1)):
-            return True
         if symmetric and type(other) is Base:  # which knows nothing of us
             left, right = other, self
         try:
@@ -244,8 +237,6 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
             if asks_for_none and FUNCTIONS.match(sys._getframe(1).f_globals["__name__"]):
                 Base.__ge__(self, 1)  # raises an error unless it is known
         except Exception:  # of JAX, that it cannot know; the function may catch it
-            if SUPPOSES_ENOUGH.fullmatch(sys._getframe(1).f_code.co_name):
-                return False
             _ask(self, other, sys._getframe(1))
             if type(other) is int:
                 _note_few(self - other + (compare in (Base.__ge__, Base.__lt__)))
@@ -375,20 +366,12 @@ class Extent(Base):
         return True
 
     def __index__(self) -> int:
-        if is_associative_scan(sys._getframe(1)) or is_search(sys._getframe(1)):
-            return ANY_NUMBER
         frame, role = _asker(sys._getframe(1))
         if role not in OURS:
             refuse_decision("needs the length of an array as a number", frame, LengthNeededError)
         raise TypeError("the length of an array is not known while this is traced")
 
     __int__ = __index__
-
-    def log2(self) -> float:
-        """For `numpy.log2`, in a binary search of JAX: the number of steps for any extent."""
-        if not is_search(sys._getframe(1)):
-            self.__index__()  # raises an error
-        return MOST_STEPS
 
     def __hash__(self) -> int:
         questions = _asked.questions

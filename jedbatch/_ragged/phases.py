@@ -42,7 +42,6 @@ from jedbatch._jaxpr.interpret import (
     shape_of,
     used_variables,
 )
-from jedbatch._jaxpr.searches import searched
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import (
     grows,
@@ -253,8 +252,6 @@ _called = body_of("jit", "remat2", "checkpoint", "closed_call")
 
 def _body(eqn: Equation) -> Any:
     """Returns the program that is called; None for operations."""
-    if _is_ragged(eqn) and (search := searched(eqn)) is not None:
-        return search
     if _changes_nothing(eqn):
         return jax.make_jaxpr(lambda *xs: xs)(*map(shape_of, eqn.invars))
     own_rule = eqn.primitive.name == "custom_jvp_call"

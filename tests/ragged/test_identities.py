@@ -20,7 +20,7 @@ from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.tile_reductions import REDUCED_IN_TILES, TileRows
 
 pytestmark = pytest.mark.unoptimized
-N = make_symbol("n", export.SymbolicScope())
+N = make_symbol("n", export.SymbolicScope(["n >= 3"]))
 EXIST, ROOM, COLUMNS = 5, 8, 6  # rows that exist, and all of them
 
 

@@ -18,7 +18,7 @@ from jedbatch._ragged.phases import find_phases
 from jedbatch._ragged.row_rules import run_row
 from jedbatch._ragged.tiling import find_tiles
 
-N = make_symbol("n", export.SymbolicScope())
+N = make_symbol("n", export.SymbolicScope(["n >= 2"]))
 X = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4)), jnp.float32)
 W = jnp.eye(4)
 LAST, PADDED = 3, 5  # rows of X that exist, and all of them

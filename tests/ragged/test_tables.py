@@ -375,8 +375,16 @@ def test_neighbours_and_returned_tables():
     found = jax.grad(total(lambda p: batched(p, points)))(2.0)
     alone = jax.grad(total(lambda p: [one(p, x) for x in points]))(2.0)
     np.testing.assert_allclose(found, alone, 1e-4)
-    with pytest.raises(ValueError, match=r"`top_k` takes the largest 2 of 1 rows in instance 1"):
+    with pytest.raises(ValueError, match=r"k=2 with shape=\[1, 1\](?s:.)*instance 1 was recorded"):
         batched.plan(2.0, [points[0], random(1, 2)])
+
+
+def test_the_largest_of_no_rows():
+    batched = jedbatch.batch(lambda x: lax.top_k(x.sum(1), 1)[0], in_axes=0)
+    points = [random(n, 2, seed=n) for n in (3, 5)]
+    assert_close(batched(points), jnp.stack([x.sum(1).max(keepdims=True) for x in points]), 1e-6)
+    with pytest.raises(ValueError, match=r"`top_k` takes the largest 1 of 0 rows in instance 1"):
+        batched.plan([points[0], random(0, 2)])
 
 
 def test_tables_may_hold_nothing():

