@@ -67,7 +67,7 @@ from jedbatch._session.pipeline import (
     reverse_mode_only,
     run_plan,
 )
-from jedbatch._session.recording import Recording, keys_and_arrays
+from jedbatch._session.recording import Recording, arrays_of
 from jedbatch._session.round import Round, Rounds
 from jedbatch._session.session import Session, num_programs
 from jedbatch._support.caches import Memory
@@ -302,12 +302,11 @@ class Batched(Generic[*Given, Result]):
         Before each round `check` is called, which may raise an error to end the call.
         """
         with self._planning:
-            found, arrays = keys_and_arrays(instances, self._recording.classes)
+            arrays = arrays_of(instances, self._recording.classes)
             self._environment.meet(self._recording.classes)
             given = self._recording.fn, session, instances, self._arguments.join, self._policy
             results_of = functools.partial(self._results, stacked=False if on_host else None)
-            keys = found if self._options.key is None else None
-            call = Stepwise(*given, results_of, on_host=on_host, keys=keys)
+            call = Stepwise(*given, results_of, on_host=on_host)
             call.check = check
             reached, compiled = self._environment.look(), session.programs.compilations
             before = compiled["round"]

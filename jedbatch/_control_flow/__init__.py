@@ -19,12 +19,8 @@ Read in this order:
 10. `scripts`: Scripts: the values that an instance will ask for, as far as they are there already.
 11. `ahead`: Running ahead: steps of a loop that are computed before Python asks for them.
 12. `workspace`: Values computed a few at a time: arenas that stay on the device and grow.
-13. `known_paths`: Known paths: what instances record between decisions, kept from call to call.
-14. `path_log`: `PathLog`: what instances record between decisions, noted while Python runs, to be
-    learned.
-15. `following`: Instances that go on along known paths, without Python.
-16. `moving`: `Moving`: which values depend on what a call is differentiated with respect to.
-17. `attempt`: `Attempt`: the rounds of a call, unless it has to begin again.
-18. `rounds`: Control flow on values: compute what is recorded, decide, record on.
-19. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
+13. `moving`: `Moving`: which values depend on what a call is differentiated with respect to.
+14. `attempt`: `Attempt`: the rounds of a call, unless it has to begin again.
+15. `rounds`: Control flow on values: compute what is recorded, decide, record on.
+16. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
 """

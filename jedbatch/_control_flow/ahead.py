@@ -392,17 +392,14 @@ class RanAhead:
         )
 
 
-def room_ahead(
-    outputs: Mapping[Kind, int], num_instructions: int, makes_room: bool
-) -> tuple[dict[Kind, int], int]:
+def room_ahead(outputs: Mapping[Kind, int], num_instructions: int) -> tuple[dict[Kind, int], int]:
     """Returns the rows returned and the instructions of a program that can run a round ahead.
 
     Args:
       outputs: rows that the round itself returns.
       num_instructions: of the round itself.
-      makes_room: whether there is to be room for steps ahead at all.
     """
-    if not makes_room or num_instructions > MAX_INSTRUCTIONS:
+    if num_instructions > MAX_INSTRUCTIONS:
         return dict(outputs), num_instructions
     most = {kind: MAX_RETURNED_BYTES // max(1, row_bytes(kind)) for kind in outputs}
     larger = {

@@ -5,22 +5,19 @@ Instances take turns; each records until it needs a value, and goes on when a ro
 
 import bisect
 import functools
-import operator
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import set_current_trace, take_current_trace
+from jax.tree_util import PyTreeDef
 
 from jedbatch._control_flow.ahead import Ahead, RanAhead
 from jedbatch._control_flow.depths import Depths
 from jedbatch._control_flow.fibers import Fibers
-from jedbatch._control_flow.following import Following
-from jedbatch._control_flow.known_paths import InstanceResult, KnownPaths
 from jedbatch._control_flow.moving import Moving
-from jedbatch._control_flow.path_log import PathLog
 from jedbatch._control_flow.steps import BEFORE, COUNTS, LAST, NOW, Steps
 from jedbatch._control_flow.workspace import Workspace
 from jedbatch._graph.paths import int64_of
@@ -42,6 +39,14 @@ from jedbatch._session.round import Round
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array, Leaf
 from jedbatch.errors import SymbolicValueError, UnfinishedLoopError
+
+
+class InstanceResult(NamedTuple):
+    """The result of an instance; see `_graph.record`."""
+
+    structure: PyTreeDef
+    types: tuple[tuple, ...]
+    references: tuple[int, ...]
 
 
 class Attempt:
@@ -120,9 +125,7 @@ class Attempt:
         self._has_bound = session.programs.max_steps is not None
         self._tails: list[tuple[int, list[int]]] = []  # of turns since, by fibre
         parked = session.of_thread.__dict__.setdefault("greenlets", [])
-        self._log: PathLog | None = None  # of what is to be learned
         self._fibers = Fibers(self._record, 0, parked)
-        self._ending: _Ending | None = None  # that is expected
 
     def turns(self) -> float:
         """Lets all instances record until they are done; returns when the last round began."""
@@ -130,7 +133,7 @@ class Attempt:
         self._shared = recorder.share()
         recorder.begin(None, ())
         try:
-            for i in self._follow():
+            for i in range(len(self._results)):
                 fibers.add(functools.partial(self._record, i), i)
             while True:
                 begun = time.perf_counter()
@@ -141,7 +144,6 @@ class Attempt:
                 if self._ran is not None:
                     self._note_ahead(self._ran)
                 if not fibers.waiting:
-                    self._learn()
                     return begun
                 if self._call.check is not None:
                     self._call.check()
@@ -154,62 +156,21 @@ class Attempt:
         finally:
             self._shared = ()
 
-    @unguarded
-    def _follow(self) -> list[int]:
-        """Lets instances go on as far as their paths are known; returns those that are not done."""
-        everyone, keys = list(range(len(self._results))), self._call.keys
-        if keys is None or self._has_bound or not self._may_run_ahead:
-            return everyone
-        paths = self._session.paths
-        if not paths:  # this is the first call
-            paths.add((key, KnownPaths()) for key in keys if key is not None)
-        known = {i: x for i, key in enumerate(keys) if (x := paths.use(key)) is not None}
-        first = {i: x.first for i, x in known.items() if x.is_sure}
-        following = Following(self.workspace, first, self._note_followed, self._expect_end)
-        with pause():
-            following.run()
-        for i in first:
-            known[i].note(done=i in following.results)
-        for i, result in following.results.items():
-            self._results[i] = result
-        others = [i for i in everyone if i not in following.results]
-        learned = {i: known[i] for i in others if i in known and known[i].learns}
-        met = self._session.registry.size
-        self._log = PathLog(learned, self._steps, met) if learned else None
-        new = {keys[i]: KnownPaths() for i in others if i not in known}
-        paths.add((key, x) for key, x in new.items() if key is not None)
-        return others
-
-    def _learn(self) -> None:
-        """Keeps the paths of instances that were met before, for later calls."""
-        if self._log is not None:
-            known = self._log.learn(self.recorder, self._results, self._known_value)
-            by_key = {self._call.keys[i]: x for i, x in known.items()}
-            for x in by_key.values():
-                x.calls += 1
-            self._session.paths.add(by_key.items())
-
     def _record(self, instance: int) -> None:
         """Runs the function for one instance, in a fibre of its own."""
         recorder = self.recorder
         recording.recorder = recorder  # to gevent, what is kept per thread is kept per greenlet
         self._turn_to(None)
         self._steps.begin(self._fibers.fiber)
-        if self._log is not None:
-            self._log.begin(instance)
         with set_current_trace(recorder):
             recorder.turn_to(self._call.instances[instance])
             mapped = recorder.symbolic(self._call.instances[instance], self._arrays[instance])
             result = self._call.fn(*self._call.join(self._shared, mapped))
             leaves, structure = flatten(result, "the result of the function")
             outputs_found = [recorder.output(leaf) for leaf in leaves]
-            references, types = (
-                tuple(r for r, _ in outputs_found),
-                tuple(t for _, t in outputs_found),
-            )
+            references = tuple(r for r, _ in outputs_found)
+            types = tuple(t for _, t in outputs_found)
             self._results[instance] = InstanceResult(structure, types, references)
-            if self._log is not None:
-                self._log.end(instance, None)
 
     def _read(self, symbol: Symbol) -> np.ndarray:
         """The value of a symbol; the instance that asks waits until there is one."""
@@ -225,8 +186,6 @@ class Attempt:
                     self._turn_to(None)
                 elif self._has_bound:
                     self._count_wait(foreseen=True)
-                elif self._log is not None:
-                    self._log.end(self._fibers.current, key)
             if value is not None:
                 return value
         if recording.recorder is not recorder:
@@ -247,9 +206,7 @@ class Attempt:
                 "too, which go on meanwhile. Put the block around the call of the batched "
                 "function, or inside of a cell."
             )
-        known, key, log = self._known, symbol.index, self._log
-        if log is not None and (isinstance(symbol, Shared) or key < 0):
-            log.refuse(self._fibers.current)
+        known, key = self._known, symbol.index
         if isinstance(symbol, Shared):
             known = self._known_shared
             if key not in known:
@@ -265,13 +222,9 @@ class Attempt:
                 self._turn_to(None)
                 if fiber not in self._is_same:
                     self._is_same[fiber] = self._steps.follower(fiber)(key)
-                if log is not None:
-                    log.end(self._fibers.current, key)
                 self._fibers.wait(key)
                 recorder.turn_to(instance)
                 self._go_on(fiber)
-                if log is not None:
-                    log.begin(self._fibers.current)
         if key in known:
             return known[key]
         value = self._known_value(key)
@@ -306,8 +259,7 @@ class Attempt:
     def _turn_to(self, script: Any) -> None:
         """From now on values are those of a script, if there is one."""
         self._script = script
-        asks_directly = not self._has_bound and self._log is None
-        self.recorder.script = script if asks_directly else None
+        self.recorder.script = None if self._has_bound else script
 
     def _count_wait(self, foreseen: bool = False) -> None:
         """Raises `UnfinishedLoopError` if the instance that asks has waited too often.
@@ -353,8 +305,6 @@ class Attempt:
                 return part()
 
         fiber = self._fibers.fiber
-        if self._log is not None:
-            self._log.refuse(self._fibers.current)
         self._turn_to(None)
         try:
             return self._fibers.together([functools.partial(run, part) for part in parts])
@@ -447,63 +397,18 @@ class Attempt:
         seconds = time.perf_counter() - start
         self._call.rounds.append(replace(like, instances=instances, seconds=seconds))
 
-    def _note_followed(
-        self, layout: Layout, instances: int, start: float, ahead: int, foreseen: int, used: int
-    ) -> None:
-        """Notes what ran in a round of instances whose paths are known."""
-        self._note_round(layout, instances, start)
-        rounds = self._call.rounds
-        rounds[-1] = replace(rounds[-1], ahead=ahead, foreseen=foreseen, used=used)
-
     @unguarded
     def last(self, start: float) -> Any:
         """Computes what is returned."""
-        ending, workspace = self._ending, self.workspace
-        if ending is None or not all(map(operator.is_, ending.of, self._results)):
-            references = _references(self._results)
-            returned, form = self._call.results(self._results, references)
-            layout = workspace.compute(references, returned=returned)[0]
-            ending = _Ending(self._results, returned, form, layout, workspace.results(returned))
-        _, self.returned, self.form, layout, outputs = ending
+        workspace = self.workspace
+        references = [r for result in self._results for r in result.references]
+        values = np.array(references, np.int64)
+        self.returned, self.form = self._call.results(self._results, values)
+        layout = workspace.compute(values, returned=self.returned)[0]
+        outputs = workspace.results(self.returned)
         self._note_round(layout, 0, start)
         self._depths.finish()
         if workspace.trial is not None:
             workspace.trial.finish(*workspace.whole(self.returned))
         workspace.close()
         return outputs
-
-    def _expect_end(self, results: Mapping[int, InstanceResult]) -> None:
-        """Does what comes last for results that are expected, while a device computes them."""
-        every = [results.get(i) for i in range(len(self._results))]
-        if None in every:
-            return
-        references = _references(every)
-        try:
-            returned, form = self._call.results(every, references)
-        except Exception:  # of results that do not stack, which may never be
-            return
-        handed = self.workspace.hand_over(references, returned)
-        if handed is not None:
-            outputs = self.workspace.results(returned)
-            self._ending = _Ending(every, returned, form, handed[0], outputs)
-
-
-class _Ending(NamedTuple):
-    """The end of a call.
-
-    Attributes:
-      of: the results of all instances.
-      returned, form: as of an attempt.
-      layout: of what runs last.
-      outputs: the rows that are returned.
-    """
-
-    of: list[Any]
-    returned: dict[Kind, list[int]]
-    form: OutputSpec
-    layout: Layout
-    outputs: Any
-
-
-def _references(results: Sequence[Any]) -> np.ndarray:
-    return np.array([r for result in results for r in result.references], np.int64)

@@ -27,8 +27,7 @@ import jax
 import numpy as np
 from jax.extend.core import set_current_trace
 
-from jedbatch._control_flow.attempt import Attempt
-from jedbatch._control_flow.known_paths import InstanceResult
+from jedbatch._control_flow.attempt import Attempt, InstanceResult
 from jedbatch._control_flow.rounds import Stepwise
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.configuration import EAGER

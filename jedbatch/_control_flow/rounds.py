@@ -33,8 +33,7 @@ from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.core import set_current_trace
 
-from jedbatch._control_flow.attempt import Attempt
-from jedbatch._control_flow.known_paths import InstanceResult
+from jedbatch._control_flow.attempt import Attempt, InstanceResult
 from jedbatch._jaxpr.configuration import EAGER
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._program.host_arrays import results_from, rows_on_host
@@ -86,7 +85,6 @@ class Stepwise:
         policy: Policy,
         results: Callable[[Sequence[InstanceResult], np.ndarray], Returned],
         on_host: bool = False,
-        keys: Sequence[Hashable] | None = None,
     ):
         """Prepares a call.
 
@@ -98,7 +96,6 @@ class Stepwise:
           policy: chooses batches.
           results: from outcomes and references of their leaves to (what each arena returns, form).
           on_host: whether results are arrays of NumPy; they are a list then.
-          keys: of the instances, None of those without one; None if nothing is to be kept of them.
         """
         self.rounds: list[Round] = []
         self.fn = fn
@@ -108,7 +105,6 @@ class Stepwise:
         self.policy = policy
         self.results = results
         self.on_host = on_host
-        self.keys = keys
         self.tracers: Sequence[Leaf] = ()
         self.check: Callable[[], object] | None = None
         self._names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
@@ -123,8 +119,6 @@ class Stepwise:
         reads beside may be traced.
         """
         self._names = reached.names
-        if self.keys is not None:
-            self.keys = [None if key is None else (reached.number, key) for key in self.keys]
         return until_guards_hold(
             lambda: self._run(leaves, arrays, reached.arrays), lambda: len(self.tracers)
         )

@@ -68,8 +68,6 @@ class Workspace:
       state: arenas and what is saved for the reverse, on the device.
       signature: the program that they belong to.
       trial: runs the same on symbols, if plans are to be verified.
-      makes_room: whether programs have room for steps that run ahead.
-      meanwhile: is called, once, while a device computes values that are read.
     """
 
     def __init__(
@@ -107,8 +105,6 @@ class Workspace:
         self._rounds: list[tuple[np.ndarray, Placement]] = []
         self._given: dict[Kind, np.ndarray] = {}  # results that are inputs, by arena
         self.trial = RoundsTrial() if is_wanted() else None
-        self.makes_room = True
-        self.meanwhile: Callable[[], object] = lambda: None
 
     # --- computing ---
 
@@ -131,7 +127,7 @@ class Workspace:
                 templates[key] = template
         computed = None if template is None else self._repeat(template, new, values, ahead)
         if computed is None and returned is not None:
-            computed = self.hand_over(values, returned)
+            computed = self._hand_over(values, returned)
         if computed is None:
             computed = *self._compute(values, returned is None), None
             if key is not None and key not in templates:
@@ -169,7 +165,7 @@ class Workspace:
         for t, used in zip(template.placed.type_ids, template.lanes, strict=True):
             self._lanes[t] -= unused * used  # nobody reads their rows
 
-    def hand_over(self, values: np.ndarray, returned: References) -> tuple | None:
+    def _hand_over(self, values: np.ndarray, returned: References) -> tuple | None:
         """Gives rows to the inputs among values of which all others are computed.
 
         None if something has yet to run, and does nothing then. Inputs that are all that an arena
@@ -446,7 +442,7 @@ class Workspace:
             most = sizes[t] if used else min(waiting[t], FIRST_GROWTH * len(self.arrays))
             widest[kernel] = num_widths(kernel.buckets, round_up(max(1, int(most))))
         outputs = {kind: len(values) for kind, values in wanted.items()}
-        outputs, num_instructions = room_ahead(outputs, int(chunks.sum()) + 1, self.makes_room)
+        outputs, num_instructions = room_ahead(outputs, int(chunks.sum()) + 1)
         need = Capacity(
             {
                 "lanes": lanes,
@@ -535,8 +531,6 @@ class Workspace:
     def _returned(self, outputs: PyTree, kind: Kind) -> np.ndarray:
         """The rows that were returned from an arena; waits until they are computed."""
         assert self.signature is not None
-        meanwhile, self.meanwhile = self.meanwhile, lambda: None
-        meanwhile()
         return np.asarray(outputs[self.signature.arena_ids[kind]])
 
     # --- when all is computed ---

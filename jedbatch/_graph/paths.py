@@ -60,15 +60,6 @@ def int64_of(numbers: list[int], start: int = 0) -> np.ndarray:
     return array
 
 
-def add_int64(numbers: list[int], array: np.ndarray) -> None:
-    """Adds the items of an array of int64 to numbers."""
-    compiled = core()
-    if compiled is not None and isinstance(numbers, compiled.Ints):
-        compiled.add_ints(numbers, (np.ascontiguousarray(array),))
-    else:
-        numbers += array.tolist()
-
-
 def longest_paths(num_nodes: int, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """int32[N], the most edges on a path that ends in each node.
 

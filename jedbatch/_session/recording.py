@@ -61,10 +61,8 @@ def keyed(
         raise
 
 
-def keys_and_arrays(
-    instances: Sequence[tuple], classes: ClassesMet
-) -> tuple[Sequence[Hashable | None], list[list[Any]]]:
-    """Returns the keys of instances and their arrays.
+def arrays_of(instances: Sequence[tuple], classes: ClassesMet) -> list[list[Any]]:
+    """Returns the arrays of instances.
 
     Args:
       instances: the mapped arguments of each.
@@ -72,9 +70,8 @@ def keys_and_arrays(
     """
     written = keys_with_arrays(_subjects(instances), _DTYPES)
     if written is not None:
-        return written
-    found = [keyed(i, instance, classes) for i, instance in enumerate(instances)]
-    return [key for key, _ in found], [arrays for _, arrays in found]
+        return written[1]
+    return [keyed(i, instance, classes)[1] for i, instance in enumerate(instances)]
 
 
 def _subjects(instances: Sequence[tuple]) -> list[Any]:

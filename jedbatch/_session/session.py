@@ -4,7 +4,6 @@ import itertools
 import threading
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
@@ -59,8 +58,6 @@ class Session:
       mapped: programs for rows of arrays, by the record of an instance and where its arrays are.
       mapped_again: these, by what decides the record (see `mapped_key`).
       projections: cut nodes in two, in plans of values alone; None where no node is to be cut.
-      paths: of functions that decide on values, what is known of instances (see
-        `_control_flow.known_paths`).
       followed: of types of nodes the operands that each result has a derivative by, if asked.
       of_thread: what each thread keeps for itself.
     """
@@ -83,7 +80,6 @@ class Session:
         default_factory=lambda: Memory(MAX_PROGRAMS)
     )
     projections: Projections | None = None
-    paths: Memory = field(default_factory=lambda: Memory(0))
     followed: dict[int, list[Sources]] = field(default_factory=dict)
     of_thread: threading.local = field(default_factory=threading.local)
 
@@ -125,7 +121,6 @@ class Session:
         session = cls(registry, RecordCache(registry, options, target), programs)
         limit = min(MAX_MINIBATCHES, options.cache_size) if options.cache_bytes else 0
         session.arranged = Memory(limit, budget, lambda _, arranged: arranged.nbytes)
-        session.paths = Memory(options.cache_size, budget, _bytes_of_known)
         session.structures = Structures(options.cache_size, budget)
         if options.granularity is None and target.projection_bytes:
             session.projections = Projections(registry, target.projection_bytes)
@@ -200,10 +195,6 @@ class Session:
         self.lengths_in_a_row = 0 if last is None else self.lengths_in_a_row + 1
         if last is not None:
             warn_if_lengths_grow(self.registry, self.lengths_in_a_row, last)
-
-
-def _bytes_of_known(key: tuple[int, bytes | tuple], known: Any) -> int:
-    return known.nbytes + len(key[1]) * (1 if type(key[1]) is bytes else 64)
 
 
 def num_programs(sessions: Mapping[Hashable, Session]) -> int:

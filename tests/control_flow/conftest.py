@@ -2,7 +2,6 @@
 
 import pytest
 
-from jedbatch._control_flow.attempt import Attempt
 from jedbatch._control_flow.workspace import Workspace
 
 
@@ -28,9 +27,3 @@ def planned(monkeypatch):
 def programs_run(monkeypatch):
     """An entry for every call of a program of rounds."""
     return calls_of("_run", monkeypatch)
-
-
-@pytest.fixture
-def unknown_paths(monkeypatch):
-    """Python runs for all instances in every call, whatever is known of them."""
-    monkeypatch.setattr(Attempt, "_follow", lambda attempt: list(range(len(attempt._results))))

@@ -112,6 +112,25 @@ def test_again_with_other_params():
         assert_close(batched(other, instances), loop(fn, other, instances), 3e-5)
 
 
+def test_python_runs_for_every_instance_in_every_call():
+    """Also where the same instances come again and the same is recorded for each of them."""
+    ran = []
+
+    def halved_until_small(w, x):
+        ran.append(x)
+        while jnp.abs(x).max() > 0.1:
+            x = jnp.tanh(w @ x) / 2
+        return x
+
+    batched = jedbatch.batch(halved_until_small)
+    minibatch = [np.full(3, s, np.float32) for s in (0.1, 1, 2)]
+    first = batched(W, minibatch)
+    ran.clear()
+    for called in range(1, 5):
+        assert_close(batched(W, minibatch), first, 1e-6)
+        assert len(ran) == 3 * called
+
+
 def test_what_was_seen_compiles_nothing():
     fn, params, instances = values.read_twice(7, seed=1)
     batched = jedbatch.batch(fn)

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jedbatch._graph.paths import add_int64, int64_of
+from jedbatch._graph.paths import int64_of
 from jedbatch._support import native
 
 pytestmark = pytest.mark.skipif(native.core() is None, reason="no compiled core")
@@ -45,18 +45,6 @@ def test_it_does_what_a_list_does(count):
     assert ints[:] == 2 * [*items, 1, 2]
     ints.clear()
     assert_same(ints, [])
-
-
-def test_arrays_go_in_as_they_are():
-    for both in pair([3]):
-        for added in (np.arange(2_000) - FAR // 2, np.arange(10)[::-3], np.zeros(0, np.int64)):
-            add_int64(both, added)
-        assert both[:] == [3, *range(-FAR // 2, 2_000 - FAR // 2), 9, 6, 3, 0]
-    for wrong in (np.zeros(2, np.int32), [1]):
-        with pytest.raises(TypeError):
-            native.core().add_ints(native.core().Ints(), (wrong,))
-    with pytest.raises(TypeError):
-        native.core().add_ints([], (np.zeros(2, np.int64),))
 
 
 @pytest.mark.parametrize("wrong", ["1", 1.0, None, FAR, -FAR - 1])

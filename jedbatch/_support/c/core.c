@@ -81,25 +81,6 @@ copy_ints(PyObject *module, PyObject *args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* add_ints(ints, (array,)): adds the items of an array of int64 to `Ints`. */
-static PyObject *
-add_ints(PyObject *module, PyObject *args)
-{
-    (void)module;
-    PyObject *ints, *given;
-    if (!PyArg_ParseTuple(args, "O!O", ints_type, &ints, &given))
-        return NULL;
-    static const int item_sizes[1] = {8};
-    Buffers buffers = {0};
-    void *data;
-    Py_ssize_t length;
-    if (get_buffers(&buffers, given, 1, item_sizes, &data, &length) < 0)
-        return NULL;
-    int failed = append_ints((Ints *)ints, data, length) < 0;
-    release_buffers(&buffers);
-    return failed ? NULL : Py_NewRef(Py_None);
-}
-
 /* take_ints(values, (places, numbers)): writes the ints at some places of a list to an array of
  * int32 and returns whether it could: False if one of them is no int or is too large. */
 static PyObject *
@@ -145,7 +126,6 @@ is_off(PyObject *module, PyObject *nothing)
 }
 
 static PyMethodDef functions[] = {
-    {"add_ints", add_ints, METH_VARARGS, NULL},
     {"copy_ints", copy_ints, METH_VARARGS, NULL},
     {"fast_path", make_fast_path, METH_VARARGS, NULL},
     {"is_off", is_off, METH_NOARGS, NULL},
