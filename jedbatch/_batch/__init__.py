@@ -6,7 +6,8 @@ Read in this order:
    compute together.
 2. `on_devices`: Minibatches over several devices: what `plan`, `apply` and `warm` do with a mesh.
 3. `warming`: `Batched.warm`: what minibatches to come need is compiled ahead of time.
-4. `nested`: Calls of a batched function inside of another one.
+4. `nested`: Results of instances that are recorded inside of another function, or run line by
+   line.
 5. `pickling`: Pickling what other processes are sent: functions by name where they have one there.
 6. `planner`: `Planner`: minibatches are planned in other processes, and attached here.
 7. `processes`: Planning in processes of its own: `Batched.plans(..., workers=N)`.

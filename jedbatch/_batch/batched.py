@@ -22,7 +22,7 @@ from jedbatch import checks
 from jedbatch._batch.ahead import plans
 from jedbatch._batch.lane_counts import counting_calls, lane_steps
 from jedbatch._batch.learning import learn
-from jedbatch._batch.nested import results_inside
+from jedbatch._batch.nested import plain_loop, put_together
 from jedbatch._batch.on_devices import (
     AxisNames,
     apply_on_devices,
@@ -36,7 +36,13 @@ from jedbatch._control_flow.rounds import Stepwise, note_decision
 from jedbatch._export.exporting import export, graph
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
-from jedbatch._jaxpr.configuration import any_traced, configuration, differences, without_mesh
+from jedbatch._jaxpr.configuration import (
+    any_traced,
+    configuration,
+    differences,
+    runs_without_jit,
+    without_mesh,
+)
 from jedbatch._jaxpr.identity import Same, tree_key
 from jedbatch._jaxpr.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._jaxpr.lane_steps import LaneCounter
@@ -210,13 +216,16 @@ class Batched(Generic[*Given, Result]):
         """
         if named:
             self._arguments.refuse_named(list(named))
+        if recording.recorder is None and runs_without_jit():
+            self.last_rounds = Rounds()
+            return plain_loop(self._fn, self._arguments, args, self._stacks)
         if (results := self._run_mapped(args)) is not None:
             return results
         shared, instances = self._arguments.split(args)
-        if recording.recorder is not None:
+        if recording.recorder is not None:  # what instances of both functions do is batched
             join = functools.partial(self._arguments.join, shared)
             calls = [functools.partial(self._fn, *join(x)) for x in instances]
-            return results_inside(self._name, calls, stack=self._stacks)
+            return put_together(self._name, recording.recorder.together(calls), self._stacks)
         session, leaves = self._session(shared)
         plan = self._unless_decides(
             session,

@@ -1,4 +1,4 @@
-"""Calls of a batched function inside of another one."""
+"""Results of instances that are recorded inside of another function, or run line by line."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,25 +6,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jedbatch._record.cell import recording
-from jedbatch._record.instance_arrays import array_type
+from jedbatch._record.instance_arrays import array_type, replace_arrays
 from jedbatch._record.recorder import result_leaf
+from jedbatch._session.arguments import Arguments
 from jedbatch._session.outputs import check_stack
+from jedbatch._session.recording import arrays_of
 
 
-def results_inside(name: str, calls: Sequence[Callable[[], Any]], stack: bool) -> Any:
-    """Returns the results of instances, as part of what another function computes for its own.
-
-    So what they do is batched across the instances of both, and both may decide on values.
+def put_together(name: str, results: Sequence[Any], stack: bool) -> Any:
+    """Returns the results of instances as the results of a batched function.
 
     Args:
       name: of the function, for messages.
-      calls: each runs it on one instance.
+      results: of each instance.
       stack: along a new first axis; or else a list.
     """
-    results = recording.recorder.together(calls)
     if not stack:
-        return results
+        return list(results)
     results = jax.tree.map(result_leaf, results)
     forms = [
         (jax.tree.structure(result), [array_type(x)[:2] for x in jax.tree.leaves(result)])
@@ -33,3 +31,26 @@ def results_inside(name: str, calls: Sequence[Callable[[], Any]], stack: bool) -
     for i, form in enumerate(forms):
         check_stack(name, i, forms[0], form)
     return jax.tree.map(lambda *rows: jnp.stack(list(map(jnp.asarray, rows))), *results)
+
+
+def plain_loop(fn: Callable, arguments: Arguments, args: Sequence[Any], stack: bool) -> Any:
+    """Returns the results of the loop over instances, in which Python runs on values.
+
+    Args:
+      fn: the function of one instance.
+      arguments: which of them are shared, and the name of the function.
+      args: of the batched function; arrays of NumPy become those of JAX, as in recordings.
+      stack: as of `put_together`.
+    """
+    shared, instances = arguments.split(args)
+    leaves, structure = arguments.leaves(shared)
+    shared = jax.tree.unflatten(structure, list(map(jnp.asarray, leaves)))
+    results = []
+    for i, (instance, arrays) in enumerate(zip(instances, arrays_of(instances, {}), strict=True)):
+        mapped = replace_arrays(instance, map(jnp.asarray, arrays))
+        try:
+            results.append(fn(*arguments.join(shared, mapped)))
+        except Exception as error:
+            error.add_note(f"This happened in instance {i} of the batched `{arguments.name}`.")
+            raise
+    return put_together(arguments.name, results, stack)

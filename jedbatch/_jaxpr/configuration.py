@@ -84,6 +84,12 @@ def finds_faults() -> bool:
     return any(getattr(jax.config, name) for name in ("jax_debug_nans", "jax_debug_infs"))
 
 
+def runs_without_jit() -> bool:
+    """Returns whether `jax.disable_jit` holds, so that operations run one by one."""
+    config: Any = jax.config
+    return bool(config.jax_disable_jit)
+
+
 def devices_of(values: Any) -> tuple[Any, ...] | None:
     """The device that values are bound to, if to one; None if traced or on several devices."""
     leaves = jax.tree.leaves(values)

@@ -35,6 +35,7 @@ from jedbatch._jaxpr.bounded import bounded
 from jedbatch._jaxpr.branch_residuals import saving_little
 from jedbatch._jaxpr.configuration import without_mesh
 from jedbatch._jaxpr.divergent import BranchesName, diverges, without_lock_step
+from jedbatch._jaxpr.faults import made_in
 from jedbatch._jaxpr.interpret import (
     Bindings,
     cares_for_padding,
@@ -212,9 +213,10 @@ class Kernel:
 
     def prologue(self, shared: Sequence[jax.Array]) -> list[Array]:
         """The consts, from the shared values that its type reads; once per program."""
-        consts = jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
-        tables = (table.compute(consts[source]) for table, source, _ in self.tables)
-        return [*consts, *itertools.chain(*tables)]
+        with made_in(f"`{self.node_type}`"):
+            consts = jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
+            tables = [table.compute(consts[source]) for table, source, _ in self.tables]
+            return [*consts, *itertools.chain(*tables)]
 
     def arguments(self, operands: Sequence[Array]) -> list[Array]:
         """The operands, with arrays in place of lists of them."""

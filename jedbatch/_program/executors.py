@@ -25,6 +25,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._jaxpr.configuration import devices_of, finds_faults, is_staging
+from jedbatch._jaxpr.faults import located, made_in
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import row_bytes
 from jedbatch._jaxpr.transfers import handed_over
@@ -62,10 +63,11 @@ def jit_for(target: Target, function: Callable, **options: Any) -> Callable:
     """
     plain = jax.jit(function, **options)
     compiler_options = target.compiler_options()
-    if not compiler_options:
-        return announced(plain)
-    tuned = jax.jit(function, compiler_options=compiler_options, **options)
-    return announced(lambda *args: (plain if is_staging() else tuned)(*args))
+    tuned = plain
+    if compiler_options:
+        tuned = jax.jit(function, compiler_options=compiler_options, **options)
+    compiled = announced(lambda *args: (plain if is_staging() else tuned)(*args))
+    return located(compiled, announced(function))
 
 
 class Fused:
@@ -100,7 +102,8 @@ class Fused:
         self.reverse = compiled_for(self._reverse, static_argnums=0)
         self.fresh = jax.jit(self._fresh, static_argnums=0)
         self.move = jax.jit(self._move, static_argnums=(0, 1))
-        self.round = compiled_for(self._round, static_argnums=0, donate_argnums=4)
+        donated = () if finds_faults() else 4  # to find who made them, a round runs again
+        self.round = compiled_for(self._round, static_argnums=0, donate_argnums=donated)
         self.pick = jax.jit(pick)
 
     def infer(self, shared, inputs, table):
@@ -215,7 +218,8 @@ class Fused:
         consts = self.prepare(shared)
         reverse = Backward(signature)
         gradients, alive, inputs = fused_reverse(reverse, consts, tables, values, outputs)
-        return pulled_back(self.prepare, shared, gradients, alive), inputs
+        with made_in("the derivative of what all instances share"):
+            return pulled_back(self.prepare, shared, gradients, alive), inputs
 
 
 class Dispatch:

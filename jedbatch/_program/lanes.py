@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jedbatch._jaxpr.faults import made_in
 from jedbatch._jaxpr.unknown_numbers import Starts
 from jedbatch._jaxpr.zeros import Sources, where_alive
 from jedbatch._kernel.kernel import ConstTable, Kernel
@@ -40,16 +41,18 @@ def run_lanes(
     If residuals are not kept, whether a loop was stopped is in their place, where loops have a
     bound. If it is known which lanes are `like_last`, bool[width], loops run one of them.
     """
-    over_lanes = functools.partial(jax.vmap, in_axes=(None, 0), axis_size=width)
-    if keep_residuals:
-        return over_lanes(kernel.reverse.save)(consts, operands)
-    if like_last is None:
-        return over_lanes(kernel.forward_bounded)(consts, operands)
 
-    def one(consts: Values, lane: tuple[Values, jax.Array]) -> tuple[Values, Values]:
+    def one_of_some(consts: Values, lane: tuple[Values, jax.Array]) -> tuple[Values, Values]:
         return kernel.forward_bounded(consts, lane[0], like_last=lane[1])
 
-    return over_lanes(one)(consts, (operands, like_last))
+    run: Callable = kernel.forward_bounded
+    lanes: Any = operands
+    if keep_residuals:
+        run = kernel.reverse.save
+    elif like_last is not None:
+        run, lanes = one_of_some, (operands, like_last)
+    with made_in(f"`{kernel.node_type}`"):
+        return jax.vmap(run, in_axes=(None, 0), axis_size=width)(consts, lanes)
 
 
 def reverse_lanes(
@@ -65,7 +68,8 @@ def reverse_lanes(
 ) -> tuple[Values, Values]:
     """Returns (cotangents of operands, rows for the taps) of some lanes; see `backward`."""
     run = jax.vmap(back.backward, in_axes=(None, None, 0, 0, 0, 0, 0), axis_size=width)
-    return run(consts, prepared, operands, results, saved, cotangents, alive)
+    with made_in(f"the derivative of `{back.kernel.node_type}`"):
+        return run(consts, prepared, operands, results, saved, cotangents, alive)
 
 
 @dataclass(frozen=True, eq=False)

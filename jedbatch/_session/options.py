@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jedbatch import checks
+from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._kernel.target import Target, checked_target
 from jedbatch._layout.node_order import checked_order
@@ -56,8 +57,11 @@ class Options:
 
     @property
     def plans(self) -> bool:
-        """Whether every minibatch is planned, also where another way is known to run it."""
-        return self.executor == "dispatch" or self.key is not None
+        """Whether every minibatch is planned, also where another way is known to run it.
+
+        Plans say who made a NaN.
+        """
+        return self.executor == "dispatch" or self.key is not None or finds_faults()
 
     @staticmethod
     def checked(

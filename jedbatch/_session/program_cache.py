@@ -14,6 +14,7 @@ from jax.core import Tracer
 
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.configuration import any_traced, finds_faults, without_mesh
+from jedbatch._jaxpr.faults import located
 from jedbatch._jaxpr.lane_policies import LanePolicy, least_loss
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._jaxpr.storage import Kind
@@ -550,10 +551,8 @@ class ProgramCache:
                 announce(f"compiling {len(stages)} regions over arrays of different lengths")
                 return run_regions(stages, run_gated(compute, shared), tables, targets, inputs)
 
-            region_program = self._region_programs[stages] = (
-                announced(jax.jit(run)),
-                closed_over,
-            )
+            compiled = located(announced(jax.jit(run)), announced(run))
+            region_program = self._region_programs[stages] = compiled, closed_over
         run, closed_over = region_program
         shared = self.shared_values(closed_over, leaves, tracers)
         return run(shared, *tables, dict(inputs))
