@@ -93,7 +93,6 @@ VARIANTS: dict[str, jedbatch.Target] = {
     "rows in loops": variant("rows in loops", straight_rows=0),
     "projections": variant("projections", projection_bytes=1 << 17),
     "autotuned": variant("autotuned"),
-    "dispatch": variant("dispatch"),
 }
 OF_ROWS = ("gpu", "rows in loops", "host loops", "autotuned")  # variants for Transformers
 OF_CELLS = tuple(v for v in VARIANTS if v != "rows in loops")
@@ -217,8 +216,7 @@ class Bench:
     @functools.cached_property
     def batched(self) -> jedbatch.Batched:
         """The model of many instances, which has met all minibatches but the last."""
-        dispatch = "dispatch" if self.case.variant == "dispatch" else None
-        batched = jedbatch.batch(self.loss, target=self.target, executor=dispatch)
+        batched = jedbatch.batch(self.loss, target=self.target)
         for minibatch in self.minibatches[1:-1]:
             batched.plan(self.params, minibatch, gradient=self.training)
         return batched
@@ -244,7 +242,7 @@ class Bench:
         def loss(params: Any, plan: jedbatch.Plan) -> jax.Array:
             return self.batched.apply(params, plan).astype(jnp.float32).sum()
 
-        return loss if self.case.variant == "dispatch" else self.compiled(loss)
+        return self.compiled(loss)
 
     def sides(self, rivals: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
         """(name, run) of all that is compared; the first is ours."""

@@ -77,7 +77,7 @@ def program(params: Any, plan: jedbatch.Plan) -> tuple[Any, tuple]:
     signature = plan.static.signature
     rows = tuple(plan.inputs[input_name(kind)] for kind in signature.arenas)
     given = jax.tree.leaves(params), rows, plan.table
-    return plan.static.programs.executor(signature, given), given
+    return plan.static.programs.executor(signature), given
 
 
 def orders(table: common.Table, workload: str, size: int, graphs, hidden: int, budget: float):

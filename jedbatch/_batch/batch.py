@@ -3,15 +3,15 @@
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
+from jedbatch import checks
 from jedbatch._batch.batched import Batched
 from jedbatch._jaxpr.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._kernel.target import Target
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import checked_axes
-from jedbatch._session.options import Options
+from jedbatch._session.options import ONE_EXECUTOR, Options
 from jedbatch._support.types import (
     ControlFlowName,
-    ExecutorName,
     GranularityName,
     OrderName,
     TargetName,
@@ -28,7 +28,6 @@ class BatchOptions(TypedDict, total=False):
 
     policy: Policy | None
     lane_policy: LanePolicy
-    executor: ExecutorName | None
     key: Callable[..., Hashable] | None
     cache_size: int
     cache_bytes: int
@@ -84,6 +83,7 @@ def batch(
     out_axes: int | None = 0,
     **options: Unpack[BatchOptions],
 ) -> Batched[*Anything, Any]: ...
+@checks.without(executor=ONE_EXECUTOR)
 def batch(
     fn: Callable,
     in_axes: int | Sequence[int | None] = (None, 0),
@@ -91,7 +91,6 @@ def batch(
     *,
     policy: Policy | None = None,
     lane_policy: LanePolicy = least_loss,
-    executor: ExecutorName | None = None,
     key: Callable[..., Hashable] | None = None,
     cache_size: int = 65536,
     cache_bytes: int = 1 << 30,
@@ -158,8 +157,6 @@ def batch(
       lane_policy: chooses which block of loops in loops runs next on the device (see
         `control_flow`): `jedbatch.policies.least_loss` or `most_lanes`, or any callable from a
         `LaneFrontier` to the number of a step. It changes how many steps run, and no result.
-      executor: "fused", the default, one XLA program per minibatch; or "dispatch", one per batch,
-        for debugging, but under a transformation of JAX.
       key: maps the mapped arguments of an instance to something hashable that decides its graph,
         for instances that cannot be compared by value; their graphs are then remembered too.
       cache_size: how many instances' graphs are remembered. Instances are remembered if they are
@@ -238,7 +235,6 @@ def batch(
     checked_lane_policy(lane_policy)
     options = Options.checked(
         "batch",
-        executor=executor,
         layout=layout,
         reuse=reuse,
         control_flow=control_flow,

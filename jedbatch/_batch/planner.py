@@ -229,7 +229,7 @@ class Planner:
         batched = self._batched
         structure = batched._arguments.leaves(self._shared)[1]
         specs = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in self._types]
-        options = replace(batched._options, target=self._session.programs.target, executor=None)
+        options = replace(batched._options, target=self._session.programs.target)
         axes = batched._arguments.axes, batched._out_axes
         parts = {
             "function": (type(batched), _portable(batched)),

@@ -186,7 +186,7 @@ class Stepwise:
             workspace.trial.finish(placed, signature, (reverse, reverse_table))
         closed_over = programs.program(signature)[1]
         shared = programs.shared_values(closed_over, leaves, self._outside(tracers, reached))
-        executor = programs.executor(signature, (shared, values, outputs))
+        executor = programs.executor(signature)
         tables = lowered.table, reverse_table, None
         of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
         of_tracers: list[Leaf] = [None] * len(tracers)

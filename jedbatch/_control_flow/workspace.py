@@ -468,7 +468,7 @@ class Workspace:
         assert self.signature is not None
         of = self.signature, finds_faults()
         if self._latest is None or self._latest[0] != of:
-            self._latest = of, self.programs.executor(self.signature, ())
+            self._latest = of, self.programs.executor(self.signature)
         return self._latest[1]
 
     def _find_bases(self) -> np.ndarray:

@@ -353,7 +353,7 @@ class Exported:
             return reverse, table, handed_over(bits) if reverse.tells else None
 
         run = Differentiable(
-            lambda _: executor,
+            lambda: executor,
             signature,
             functools.partial(split_outputs, form=static.results, arenas=signature.arenas),
             functools.partial(joined, signature.arenas, batch=batch),

@@ -25,7 +25,7 @@ from jedbatch._jaxpr.configuration import without_mesh
 from jedbatch._jaxpr.storage import from_stored, is_key, stored, to_stored
 from jedbatch._kernel.target import Target, target_of_platform
 from jedbatch._learn.adaptive import Adaptive
-from jedbatch._program.executors import Fused
+from jedbatch._program.executors import Executor
 from jedbatch._program.fit import make_ample_reverse, make_ample_signature
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.lower import narrowed
@@ -427,9 +427,9 @@ def _exported_variant(
     arrays = [np.asarray(to_stored(x, t)) for x, t in zip(arrays, types, strict=True)]
     avals = [sample.session.registry.shared[i].aval for i in range(len(sample.leaves))]
     shared = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*avals, *arrays)]
-    fused = Fused(prepare, signature, lambda _: None)
+    executor = Executor(prepare, signature, lambda _: None)
     with without_mesh():
-        data, has_prologue, gradients = programs_of_variant(fused, reverse, shared, platforms)
+        data, has_prologue, gradients = programs_of_variant(executor, reverse, shared, platforms)
     return Variant(signature, reverse, (), has_prologue, gradients, data), arrays
 
 

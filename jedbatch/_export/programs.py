@@ -29,7 +29,7 @@ from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.native_calls import calls_in_exports
 from jedbatch._program.alive import Refused
 from jedbatch._program.arenas import zeros
-from jedbatch._program.executors import Fused
+from jedbatch._program.executors import Executor
 from jedbatch._program.instructions import Branch
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
@@ -226,10 +226,8 @@ def reverse_of(written: Mapping[str, Any], forward: Signature) -> ReverseSignatu
     )
 
 
-class Portable(Fused):
-    """Runs the programs of a variant, as `Fused` does those of a function."""
-
-    name = "exported"
+class Portable(Executor):
+    """Runs the programs of a variant, as `Executor` does those of a function."""
 
     def __init__(self, variant: Variant, compiled: Callable[[str], None]):
         super().__init__(self._prepare, variant.signature, compiled)
@@ -270,12 +268,15 @@ class Portable(Fused):
 
 @announced  # whatever is traced in here is over with it
 def programs_of_variant(
-    fused: Fused, reverse: ReverseSignature | None, shared: Sequence[Any], platforms: Sequence[str]
+    executor: Executor,
+    reverse: ReverseSignature | None,
+    shared: Sequence[Any],
+    platforms: Sequence[str],
 ) -> tuple[dict[str, bytes], bool, tuple[tuple[bool, ...], tuple[bool, ...]]]:
     """Exports the programs of a signature.
 
     Args:
-      fused: what runs them here.
+      executor: what runs them here.
       reverse: if there are to be gradients.
       shared: types of the shared values.
       platforms: to export for, as `jax.export` names them.
@@ -283,7 +284,7 @@ def programs_of_variant(
     Returns:
       (programs by name, whether `pack` does anything, `Variant.gradients`).
     """
-    signature = fused.signature
+    signature = executor.signature
     i32, kinds = jax.numpy.int32, signature.arenas
 
     def rows(counts: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
@@ -291,14 +292,14 @@ def programs_of_variant(
         return [jax.ShapeDtypeStruct((n, *shape), dtype) for n, (shape, dtype) in pairs]
 
     def pack(shared: Any) -> Any:
-        return [list(consts) for consts in fused.prepare(shared)]
+        return [list(consts) for consts in executor.prepare(shared)]
 
     def forward(consts: Any, inputs: Any, table: Any, arenas: Any) -> Any:
-        outputs, arenas = fused._again({"consts": consts}, inputs, table, arenas)
+        outputs, arenas = executor._again({"consts": consts}, inputs, table, arenas)
         return list(outputs), list(arenas)
 
     def save(shared: Any, inputs: Any, table: Any) -> Any:
-        outputs, state = fused._save(shared, inputs, table)
+        outputs, state = executor._save(shared, inputs, table)
         return list(outputs), jax.tree.leaves(state)
 
     data: dict[str, bytes] = {}
@@ -323,7 +324,7 @@ def programs_of_variant(
     if reverse is None:
         return data, has_prologue, ((), ())
     export("save", save, shared, inputs, table)
-    state = jax.eval_shape(lambda *args: fused._save(*args)[1], shared, inputs, table)
+    state = jax.eval_shape(lambda *args: executor._save(*args)[1], shared, inputs, table)
     leaves, structure = jax.tree.flatten(state)
     moving = [has_gradient(dtype) for _, dtype in kinds]
     tables: list[Any] = [table, jax.ShapeDtypeStruct((reverse.form.size,), i32)]
@@ -339,7 +340,7 @@ def programs_of_variant(
         outputs = [next(each) if moves else None for moves in moving]
         own = (*tables, *([] if reverse.tells or reverse.marks else [None]))
         state = jax.tree.unflatten(structure, values)
-        of_shared, of_inputs = fused._reverse(reverse, shared, own, state, outputs)
+        of_shared, of_inputs = executor._reverse(reverse, shared, own, state, outputs)
         there[:] = [tuple(x is not None for x in part) for part in (of_shared, of_inputs)]
         return [x for x in (*of_shared, *of_inputs) if x is not None]
 

@@ -36,6 +36,7 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import set_current_trace
 
+from jedbatch import checks
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import configuration
 from jedbatch._kernel.target import target_of
@@ -46,12 +47,12 @@ from jedbatch._program.output_spec import OutputSpec
 from jedbatch._record.cell import recording
 from jedbatch._record.trace import ending, trace_of_caller
 from jedbatch._schedule.policy import Policy, checked_policy
-from jedbatch._session.options import Options
+from jedbatch._session.options import ONE_EXECUTOR, Options
 from jedbatch._session.pipeline import make_plan, run_plan
 from jedbatch._session.session import Session
 from jedbatch._support.caches import Memory
 from jedbatch._support.restored import Restored
-from jedbatch._support.types import ExecutorName, OrderName
+from jedbatch._support.types import OrderName
 
 MANY_TYPES = 4096  # node types and shared values, before what a place keeps is forgotten
 MANY_PLACES = 64  # scopes in the source, before the oldest is forgotten
@@ -97,7 +98,6 @@ class Lazy:
 
     Args:
       policy: as for `jedbatch.batch`.
-      executor: as for `jedbatch.batch`.
       layout: as for `jedbatch.batch`.
       reuse: as for `jedbatch.batch`.
 
@@ -125,17 +125,15 @@ class Lazy:
       Zha et al., Just-in-time dynamic-batching, 2019, https://arxiv.org/abs/1904.07421.
     """
 
+    @checks.without(executor=ONE_EXECUTOR)
     def __init__(
         self,
         policy: Policy | None = None,
-        executor: ExecutorName | None = None,
         layout: OrderName = "auto",
         reuse: bool | None = None,
     ):
         self._policy = None if policy is None else checked_policy(policy)
-        self._options = Options.checked(
-            "Lazy", executor=executor, layout=layout, reuse=reuse, cache_size=0
-        )
+        self._options = Options.checked("Lazy", layout=layout, reuse=reuse, cache_size=0)
         self._free: dict[Hashable, list[Kept]] = Memory(MANY_PLACES)
 
     @property

@@ -34,7 +34,7 @@ Read in this order:
 23. `stopped`: Loops that were stopped (`max_steps`): the nodes they are in, and the error that
    names them.
 24. `execute`: Running a program: one XLA program for every topology.
-25. `executors`: Executors of programs.
+25. `executors`: `Executor`: each half of a program as one XLA program.
 26. `differentiable`: Batched programs as differentiable functions.
 27. `device_axis`: Running a program on every device of an axis, each with a shard of the minibatch.
 28. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._program.arenas import take
-from jedbatch._program.executors import Fused, jit_for
+from jedbatch._program.executors import Executor, jit_for
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.returned import Pieces, joined, unstacked
 from jedbatch._program.sharded import DeviceAxis
@@ -40,12 +40,10 @@ class OnDevices:
     of the results as its route has, one or several times.
     """
 
-    name = "devices"
-
-    def __init__(self, fused: Fused, devices: DeviceAxis):
-        self.fused = fused
+    def __init__(self, executor: Executor, devices: DeviceAxis):
+        self.executor = executor
         self.devices = devices
-        compiled_for = functools.partial(jit_for, fused.signature.target)
+        compiled_for = functools.partial(jit_for, executor.signature.target)
         cut = devices.spec
         tables = cut, cut, EVERYWHERE
         self.once = compiled_for(self._mapped(self._once, (EVERYWHERE, cut, tables), EVERYWHERE))
@@ -58,14 +56,14 @@ class OnDevices:
 
     def infer(self, shared: Sequence[Array], inputs: PyTree, tables: PyTree) -> Pieces:
         """The pieces returned from each arena."""
-        return self.once(self.fused._weights(shared), inputs, tables)
+        return self.once(self.executor._weights(shared), inputs, tables)
 
     def watch(self, shared: Sequence[Array], inputs: PyTree, tables: PyTree) -> tuple[Pieces, Any]:
         """The pieces returned from each arena, and where loops were stopped (see `Forward`).
 
         The latter are those of all shards, bool[shards, lanes] each.
         """
-        return self.watched(self.fused._weights(shared), inputs, tables)
+        return self.watched(self.executor._weights(shared), inputs, tables)
 
     def save(self, shared: Sequence[Array], inputs: PyTree, tables: PyTree) -> tuple[Pieces, Any]:
         """The pieces returned from each arena, and the state of each device after its loops."""
@@ -96,18 +94,18 @@ class OnDevices:
 
     def _once(self, weights, inputs, tables):
         table, rows, order = _own(tables[0]), _own(tables[1]), tables[2]
-        outputs = self.fused._once(weights, _own(inputs), table)
+        outputs = self.executor._once(weights, _own(inputs), table)
         return self._gathered(outputs, rows, order)
 
     def _watched(self, weights, inputs, tables):
         table, rows, order = _own(tables[0]), _own(tables[1]), tables[2]
-        outputs, flags = self.fused._watched(weights, _own(inputs), table)
+        outputs, flags = self.executor._watched(weights, _own(inputs), table)
         every = jax.tree.map(lambda x: lax.all_gather(x, self.devices.names), flags)
         return self._gathered(outputs, rows, order), every
 
     def _save(self, shared, inputs, tables):
         table, rows, order = _own(tables[0]), _own(tables[1]), tables[2]
-        outputs, state = self.fused._save(shared, _own(inputs), table)
+        outputs, state = self.executor._save(shared, _own(inputs), table)
         return self._gathered(outputs, rows, order), state
 
     def _reverse_mapped(self, signature, *args):
@@ -127,7 +125,9 @@ class OnDevices:
             _scattered(of_arena, kind, *_route(rows, order, a))
             for a, (of_arena, kind) in enumerate(zip(pieces, signature.forward.arenas, strict=True))
         )
-        of_shared, of_inputs = self.fused._reverse(signature, shared, own_tables, values, outputs)
+        of_shared, of_inputs = self.executor._reverse(
+            signature, shared, own_tables, values, outputs
+        )
         of_shared = jax.tree.map(lambda x: lax.psum(x, self.devices.names), of_shared)
         return of_shared, jax.tree.map(lambda x: x[None], of_inputs)
 

@@ -33,7 +33,7 @@ class Differentiable:
 
     def __init__(
         self,
-        executor_of: Callable,
+        executor_of: Callable[[], Any],
         signature: Signature,
         split: Callable[[Any], Pieces],
         join: Callable[[Pieces], tuple[Any, Any]],
@@ -45,7 +45,7 @@ class Differentiable:
         """Prepares a program.
 
         Args:
-          executor_of: who runs it on some values, which may be traced or not.
+          executor_of: returns who runs it.
           signature: the program.
           split: from what the program returns to pieces.
           join: from cotangents of pieces, None where there is none, to what the reverse takes, and
@@ -85,12 +85,12 @@ class Differentiable:
 
     def _run(self, *args: Any) -> list[Array]:
         arguments = self._given(args)[:3]
-        return self._split(self.executor_of(arguments).infer(*arguments))
+        return self._split(self.executor_of().infer(*arguments))
 
     def _known(self, *args: Any) -> tuple[list[Any], list[Any]]:
         self.permit()
         arguments = self._given(args)[:3]
-        outputs, values = self.executor_of(arguments).save(*arguments)
+        outputs, values = self.executor_of().save(*arguments)
         leaves, self.state = jax.tree.flatten(values)
         return self._split(outputs), leaves
 
@@ -105,7 +105,7 @@ class Differentiable:
         origins = origins_of(*self._given(wanted)[:2])
         reverse, *tables = self.reverse_of(reverse_table, exist, origins)
         arguments = shared, (table, *tables), jax.tree.unflatten(self.state, values), outputs
-        of_arguments = self.executor_of(arguments).reverse(reverse, *arguments)
+        of_arguments = self.executor_of().reverse(reverse, *arguments)
         moving = zip([*of_arguments[0], *of_arguments[1]], [*shared, *inputs], strict=True)
         back = [c if c is not None and _moves(x) else None for c, x in moving]
         return [*back, *([None] * (len(args) - len(back)))]

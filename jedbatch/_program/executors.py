@@ -1,8 +1,4 @@
-"""Executors of programs.
-
-`Fused` runs each half of a program as one XLA program. `Dispatch` calls the same chunks one by one
-from Python, each its own small XLA program with donated arenas: slower on a CPU, easier to debug,
-and the same results.
+"""`Executor`: each half of a program as one XLA program.
 
 A program for inference keeps no history. Arenas that are not small are handed from call to call,
 by donation, so that a steady stream of minibatches allocates nothing. Calls at the same time take
@@ -28,13 +24,10 @@ from jedbatch._jaxpr.configuration import devices_of, finds_faults, is_staging
 from jedbatch._jaxpr.faults import located, made_in
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import row_bytes
-from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._jaxpr.zeros import guarded, keeps_zeros, sources_of, where_alive
 from jedbatch._kernel.target import Target
-from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._program.arenas import take, zeros
 from jedbatch._program.execute import Backward, Forward, advance, fused_forward, fused_reverse
-from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
 from jedbatch._support.announce import announce, announced
 from jedbatch._support.types import Array, PyTree
@@ -70,7 +63,7 @@ def jit_for(target: Target, function: Callable, **options: Any) -> Callable:
     return located(compiled, announced(function))
 
 
-class Fused:
+class Executor:
     """Each half of a program as one XLA program.
 
     Attributes:
@@ -80,7 +73,6 @@ class Fused:
       worth_keeping: bytes of arenas; new ones of fewer bytes cost less than handing them on.
     """
 
-    name = "fused"
     worth_keeping = 1 << 20
 
     def __init__(self, prepare: Callable, signature: Signature, compiled: Callable[[str], None]):
@@ -222,114 +214,6 @@ class Fused:
             return pulled_back(self.prepare, shared, gradients, alive), inputs
 
 
-class Dispatch:
-    """Every chunk an XLA program of its own, called from Python; for debugging."""
-
-    name = "dispatch"
-
-    def __init__(self, prepare: Callable, signature: Signature, compiled: Callable[[str], None]):
-        self.signature = signature
-        self.compiled = compiled
-        self.prepare = prepare
-        self._jitted: dict[Any, Callable] = {}
-
-    def release(self) -> None:
-        """Nothing is kept from call to call."""
-
-    def _call(self, key: Any, function: Callable, *args: Any, donate: Any = ()) -> PyTree:
-        if key not in self._jitted:
-
-            def counted(*args):
-                self.compiled("chunk")
-                return function(*args)
-
-            self._jitted[key] = jax.jit(counted, donate_argnums=donate)
-        return self._jitted[key](*handed_over(args))
-
-    def infer(self, shared, inputs, table):
-        """The rows returned from each arena."""
-        return self._start(Forward(self.signature, saving=False), shared, inputs, table)[0]
-
-    def watch(self, shared, inputs, table):
-        """The rows returned from each arena, and where loops were stopped (see `Forward`)."""
-        outputs, state = self._start(Forward(self.signature, saving=False), shared, inputs, table)
-        return outputs, state[1]
-
-    def save(self, shared, inputs, table):
-        """The rows returned from each arena, and the state after the last batch."""
-        return self._start(Forward(self.signature, saving=True), shared, inputs, table)
-
-    def blank(self, saving, shared):
-        """The state before the first round."""
-        return Forward(self.signature, saving).start(no_inputs(self.signature))
-
-    def give_back(self, shared, state):
-        """Nothing is kept from call to call."""
-
-    def move(self, saving, before, state):
-        """The state of a smaller program as one of this program."""
-        return Forward(self.signature, saving).moved(before, state)
-
-    def pick(self, state, rows, given):
-        """Rows of each arena; see `pick`."""
-        return pick(state, rows, given)
-
-    def advance(self, saving, shared, inputs, table, state):
-        """Runs one round: (rows returned from each arena, state); see `_control_flow.workspace`."""
-        forward = Forward(self.signature, saving)
-        return self._run(forward, shared, table, forward.resume(inputs, state))
-
-    def _start(self, forward, shared, inputs, table):
-        state = self._call(("start", forward.saving), forward.start, inputs)
-        return self._run(forward, shared, table, state)
-
-    def _run(self, forward, shared, table, state):
-        saving = forward.saving
-        consts = self._call("prepare", self.prepare, shared)
-        bodies = self.signature.bodies
-        for body, width, lane in _host_chunks(self.signature, table):
-            k, reading = bodies[body]
-
-            def chunk(consts_k, table, state, lane, k=k, width=width, reading=reading):
-                return forward.chunk(k, width, {k: consts_k}, table, state, lane, reading)
-
-            key = ("chunk", saving, body, width)
-            state = self._call(key, chunk, consts[k], table, state, lane, donate=2)
-        return self._call(("finish", saving), forward.finish, table, state), state
-
-    def reverse(self, signature, shared, tables, values, outputs):
-        """Cotangents of the shared values and of the inputs."""
-        reverse = Backward(signature)
-        kinds = len(signature.forward.kernels)
-        consts = self._call("prepare", self.prepare, shared)
-        consts = self._call(("prepare", signature), reverse.prepare, consts)
-        arenas, saved = values
-        state = self._call(("start", signature), reverse.start, outputs, saved, tables[-1])
-        for k, width, lane in _host_chunks(signature, tables[1]):
-            if k < kinds:
-
-                def chunk(consts_k, tables, arenas, state, lane, k=k, width=width):
-                    return reverse.chunk(k, width, {k: consts_k}, tables, arenas, state, lane)
-
-                key = ("reverse", signature, k, width)
-                args = (consts[k], tables, arenas, state, lane)
-                state = self._call(key, chunk, *args, donate=3)
-            else:
-
-                def sums(table, state, lane, a=k - kinds, width=width):
-                    return reverse.sum_chunk(a, width, table, state, lane)
-
-                key = ("sums", signature, k, width)
-                state = self._call(key, sums, tables[1], state, lane, donate=1)
-
-        def finish(shared, tables, arenas, state):
-            gradients, alive = reverse.consts(self.prepare(shared), tables, arenas, state)
-            of_shared = pulled_back(self.prepare, shared, gradients, alive)
-            return of_shared, reverse.inputs(tables[1], state)
-
-        return self._call(("finish", signature), finish, shared, tables, arenas, state)
-
-
 def no_inputs(signature: Signature) -> list[Array]:
     """No input rows for any arena."""
     return [zeros(0, kind) for kind in signature.arenas]
@@ -339,14 +223,6 @@ def pick(state: PyTree, rows: Sequence[Array], given: Sequence[Array | None]) ->
     """Rows of each arena of a state, or those that are given in place of any of them."""
     arenas = zip(state[0], rows, given, strict=True)
     return tuple(take(arena, row_ids) if own is None else own for arena, row_ids, own in arenas)
-
-
-def _host_chunks(signature: Signature | ReverseSignature, table: Array) -> Any:
-    """Yields (kind, width, first lane) of every chunk of a table, in order; see `sweep`."""
-    form, instructions, table = signature.form, signature.instructions, np.asarray(table)
-    count = int(form.view(table, "num_instructions")[0])
-    for opcode, lane in instructions.chunks(form.view(table, "instructions")[:count]):
-        yield opcode // NUM_WIDTHS, int(instructions.width_of[opcode]), np.int32(lane)
 
 
 def pulled_back(
@@ -383,10 +259,6 @@ def pulled_back(
         elif source_ids:
             of_shared[i] = where_alive(jnp.stack([flags[s] for s in sorted(source_ids)]).any(), x)
     return of_shared
-
-
-Executor = Fused | Dispatch
-EXECUTORS: dict[str, type[Executor]] = {"fused": Fused, "dispatch": Dispatch}
 
 
 def median_seconds(functions: Sequence[Any], repeat: int) -> np.ndarray:

@@ -118,24 +118,6 @@ class InstructionSet:
                 expected = None
         return np.array(rows, np.int64).reshape(len(rows), columns)
 
-    def chunks(self, rows: np.ndarray) -> list[tuple[int, int]]:
-        """(opcode, first lane) of every chunk that some instructions run, in order."""
-        if self.control == "loops":
-            opcode, start, stop = rows.T
-            width = self.width_of[opcode]
-            first = stop + width if self.reverse else start
-            runs = np.stack([opcode, first, abs(stop - start) // width], axis=1)
-            opcodes, lanes = chunks_of(runs, self.width_of, reverse=self.reverse)
-            return list(zip(opcodes.tolist(), lanes.tolist(), strict=True))
-        decoded = []
-        for branch, trips, *first in rows.tolist():
-            opcodes = self.branches[branch].opcodes
-            steps = self.steps(opcodes)
-            for trip in range(trips):
-                for opcode, lane, step in zip(opcodes, first, steps, strict=False):
-                    decoded.append((opcode, lane + trip * step))
-        return decoded
-
     def learn(self, runs: np.ndarray, longest: int) -> tuple[Branch, ...]:
         """Superinstructions and loops worth a branch of their own, of minibatches like this one.
 

@@ -12,13 +12,13 @@ from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._kernel.target import Target, checked_target
 from jedbatch._layout.node_order import checked_order
-from jedbatch._program.executors import EXECUTORS
 from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._support.types import ControlFlowName
 
-NO_TIERS = (
-    "There are no tiers any more; leave it out. `batched.warm` compiles before the first call, and "
-    "JAX keeps what it has compiled for the next process where `jax_compilation_cache_dir` is set."
+ONE_EXECUTOR = (
+    "Programs run as one; leave it out. To look for errors, `jax.disable_jit()` runs Python line "
+    "by line, and `jax_debug_nans` names the cell. `batched.warm` compiles before the first call, "
+    "and JAX keeps programs for the next process where `jax_compilation_cache_dir` is set."
 )
 NO_OP = (
     'There is no "op" any more: with "cell", operations outside of cells are nodes of their own. '
@@ -31,7 +31,6 @@ class Options:
     """Options of batching; `jedbatch.batch` describes each of these.
 
     Attributes:
-      executor: runs programs, by its name; None for the default.
       layout: the order of nodes within batches, by its name.
       reuse: whether inference uses rows again.
       control_flow: how loops and branches run that values decide on, by its name.
@@ -43,7 +42,6 @@ class Options:
       target: what programs are made for; None takes that of the shared arguments.
     """
 
-    executor: str | None = None
     layout: str = "auto"
     reuse: bool | None = None
     control_flow: ControlFlowName = "auto"
@@ -61,13 +59,12 @@ class Options:
 
         Plans say who made a NaN.
         """
-        return self.executor == "dispatch" or self.key is not None or finds_faults()
+        return self.key is not None or finds_faults()
 
     @staticmethod
     def checked(
         name: str,
         *,
-        executor: Any,
         layout: Any,
         reuse: Any,
         control_flow: Any = "auto",
@@ -84,8 +81,6 @@ class Options:
         Raises:
           ValueError, TypeError: one of them makes no sense.
         """
-        instead = NO_TIERS if isinstance(executor, str) and executor == "tiered" else ""
-        checks.one_of(name, "executor", executor, (*sorted(EXECUTORS), None), instead)
         checked_order(layout, f"`{name}` got layout")
         if reuse is not None and not isinstance(reuse, bool):
             raise TypeError(
@@ -100,7 +95,6 @@ class Options:
             expected = "a function of the mapped arguments of an instance"
             checks.function(name, "key", key, expected, "It gives something hashable.")
         return Options(
-            executor,
             layout,
             reuse,
             control_flow,

@@ -471,7 +471,7 @@ def run_plan(
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     arguments = shared, *handed_over((rows, plan.table))
     if not any_traced(jax.tree.leaves(arguments)):
-        executor = programs.executor(signature, arguments)
+        executor = programs.executor(signature)
         if not has_bounds(signature):
             return executor.infer(*arguments), packed
         outputs, flags = executor.watch(*arguments)

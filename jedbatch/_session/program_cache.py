@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.configuration import any_traced, finds_faults, without_mesh
+from jedbatch._jaxpr.configuration import finds_faults, without_mesh
 from jedbatch._jaxpr.faults import located
 from jedbatch._jaxpr.lane_policies import LanePolicy, least_loss
 from jedbatch._jaxpr.lane_steps import LaneCounter
@@ -24,7 +24,7 @@ from jedbatch._layout.bucketing import Buckets
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.capacity import MAX_OVERSIZE, find_or_grow
 from jedbatch._program.device_axis import OnDevices
-from jedbatch._program.executors import EXECUTORS, Executor, Fused
+from jedbatch._program.executors import Executor
 from jedbatch._program.fit import (
     fits,
     lowered_for,
@@ -62,7 +62,7 @@ from jedbatch._session.outside_values import OutsideValues
 from jedbatch._session.types_in_use import TypesInUse
 from jedbatch._support.announce import announce, announced
 from jedbatch._support.caches import Memory
-from jedbatch._support.types import ControlFlowName, Leaf, PyTree
+from jedbatch._support.types import ControlFlowName, Leaf
 
 MAX_ROUNDS = 512  # layouts of rounds that are kept
 ROUND_BYTES = 1 << 15  # of one, about, besides its nodes
@@ -95,7 +95,6 @@ class ProgramCache:
         self,
         registry: Registry,
         target: Target,
-        executor: str | None,
         environment: Environment | None,
         key: tuple[Hashable, ...],
         control_flow: ControlFlowName = "auto",
@@ -108,7 +107,7 @@ class ProgramCache:
         self.lanes = dataclasses.replace(lane_rule(target), policy=lane_policy)
         loops = {"control_flow": control_flow, "max_steps": max_steps, "counter": counter}
         self._loops: Any = {**loops, "lanes": self.lanes}
-        self.target, self._executor = target, executor
+        self.target = target
         self.environment, self.key = environment, key
         budget = registry.budget
         self.rounds: dict[Hashable, Placement] = Memory(MAX_ROUNDS, budget, _bytes_of_round)
@@ -127,7 +126,7 @@ class ProgramCache:
         self._types = TypesInUse()
         self._latest: Signature | None = None
         self._used: dict[Signature, None] = collections.OrderedDict()  # the latest is the last
-        self._executors: dict[tuple[Signature, str, bool], Executor] = {}
+        self._executors: dict[tuple[Signature, bool], Executor] = {}
         self._on_devices: dict[tuple[Signature, DeviceAxis], OnDevices] = {}
         self._statics: dict[Static, Static] = Memory(MAX_ROUNDS)
         self._row_capacities: RowCapacities = collections.defaultdict(list)
@@ -509,18 +508,15 @@ class ProgramCache:
             program = self._programs[signature] = prepare, closed_over
         return program
 
-    def executor(self, signature: Signature, values: PyTree) -> Executor:
-        """Returns the executor of a program on values; traced ones are not run chunk by chunk."""
-        name = self._executor or "fused"
-        if name == "dispatch" and any_traced(jax.tree.leaves(values)):
-            name = "fused"
-        key = signature, name, finds_faults()  # programs return rows that nobody reads
+    def executor(self, signature: Signature) -> Executor:
+        """Returns the executor of a program."""
+        key = signature, finds_faults()  # programs return rows that nobody reads
         executor = self._executors.get(key)
         if executor is None:
             prepare, _ = self.program(signature)
             for another in list(self._executors.values()):  # they may never be used again
                 another.release()
-            executor = self._executors[key] = EXECUTORS[name](prepare, signature, self.count)
+            executor = self._executors[key] = Executor(prepare, signature, self.count)
         return executor
 
     def executor_on(self, signature: Signature, devices: DeviceAxis) -> OnDevices:
@@ -529,8 +525,8 @@ class ProgramCache:
         executor = self._on_devices.get(key)
         if executor is None:
             prepare, _ = self.program(signature)
-            fused = Fused(prepare, signature, self.count)
-            executor = self._on_devices[key] = OnDevices(fused, devices)
+            single = Executor(prepare, signature, self.count)
+            executor = self._on_devices[key] = OnDevices(single, devices)
         return executor
 
     def run_regions(

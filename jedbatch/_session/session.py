@@ -110,7 +110,6 @@ class Session:
         programs = ProgramCache(
             registry,
             target,
-            options.executor,
             environment,
             key,
             options.control_flow,

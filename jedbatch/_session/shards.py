@@ -581,9 +581,7 @@ def run_on_devices(
     if is_stacked:
         join = functools.partial(with_zeros, signature.arenas, counts)
     permit = functools.partial(permit_derivative, static)
-    run = Differentiable(
-        lambda _: executor, signature, split, join, permit, reverse_of, on_mesh=True
-    )
+    run = Differentiable(lambda: executor, signature, split, join, permit, reverse_of, on_mesh=True)
     with reverse_mode_only(name):
         return run(*arguments, plan.reverse_table)
 

@@ -14,7 +14,6 @@ PyTree = Any  # containers of leaves, as users and JAX nest them
 
 ControlFlowName = Literal["auto", "lanes", "lockstep"]
 EncodingName = Literal["base", "max", "sort", "phase"]
-ExecutorName = Literal["fused", "dispatch"]
 GranularityName = Literal["cell", "auto"]
 OrderName = Literal["auto", "append", "longest", "reader", "pq"]
 TargetName = Literal["cpu", "gpu"]

@@ -14,7 +14,7 @@ import numpy as np
 
 import jedbatch
 from jedbatch._layout.bucketing import Buckets
-from jedbatch._program.executors import Fused
+from jedbatch._program.executors import Executor
 from jedbatch._support.types import Leaf, PyTree
 from jedbatch.testing.judges import (
     assert_close,
@@ -27,7 +27,6 @@ from jedbatch.testing.programs import Instance, Program, make_params
 
 GRANULARITIES = ("cell", "cell", "auto")
 LAYOUTS = ("auto", "append", "longest", "reader", "pq")
-EXECUTORS = (None, None, "fused", "dispatch")
 POLICIES = {
     "learned": None,
     "agenda": jedbatch.policies.agenda,
@@ -63,7 +62,7 @@ class Way:
 
     Attributes:
       run: a name in `RUNS`.
-      granularity, layout, reuse, executor: options of `jedbatch.batch`.
+      granularity, layout, reuse: options of `jedbatch.batch`.
       policy: a name in `POLICIES`.
       target: a name in `TARGETS`.
       read: an element of `READ`: what is differentiated.
@@ -77,7 +76,6 @@ class Way:
     granularity: str = "cell"
     layout: str = "auto"
     reuse: bool | None = None
-    executor: str | None = None
     policy: str = "learned"
     target: str = "narrow"
     read: str = "all"
@@ -93,7 +91,6 @@ class Way:
             "granularity": self.granularity,
             "layout": self.layout,
             "reuse": self.reuse,
-            "executor": self.executor,
             "policy": POLICIES[self.policy],
             "target": TARGETS[self.target],
         }
@@ -102,7 +99,7 @@ class Way:
         """A context in which small arenas are handed from call to call too, if that is wanted."""
         if not self.hands_over:
             return contextlib.nullcontext()
-        return mock.patch.object(Fused, "worth_keeping", 0)
+        return mock.patch.object(Executor, "worth_keeping", 0)
 
     def __str__(self) -> str:
         usual = Way()

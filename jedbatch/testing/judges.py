@@ -171,8 +171,7 @@ def check_against_loop(
         weighted sum of all results.
       rtol: the tolerance, relative to the largest element of each array: sums are taken in
         another order.
-      thorough: whether to compare `plan` and `apply` too, both under `jax.jit`, and the other
-        executor.
+      thorough: whether to compare `plan` and `apply` too, also under `jax.jit`.
       plans: whether the function can be planned; False for one that decides on computed values.
       inference: whether to compare values of a call that is not differentiated, too, for which
         another program is compiled. Without gradients it is always made.
@@ -215,8 +214,6 @@ def check_against_loop(
     if thorough:
         loop.check(lambda p: batched.apply(p, plan), "`plan` and `apply`")
         loop.check(lambda p: jax.jit(batched.apply)(p, plan), "`apply` under `jax.jit`")
-        one_by_one = batch(fn, **options | {"executor": "dispatch"})
-        loop.check(lambda p: one_by_one(p, instances), "a call with executor='dispatch'")
     return batched
 
 

@@ -13,7 +13,6 @@ What fails shrinks to a few lines, which `print(case)` shows as Python. `hypothe
 import dataclasses
 
 from jedbatch.testing.cases import (
-    EXECUTORS,
     GRANULARITIES,
     LAYOUTS,
     POLICIES,
@@ -170,7 +169,6 @@ def ways(draw: st.DrawFn, decides: bool = False, floats: bool = False) -> Way:
         draw(st.sampled_from(GRANULARITIES)),
         draw(st.sampled_from(LAYOUTS)),
         draw(st.sampled_from([None, True, False])),
-        draw(st.sampled_from(EXECUTORS)),
         draw(st.sampled_from(sorted(POLICIES))),
         draw(st.sampled_from(["narrow"] * 4 + ["switch"] + sorted(TARGETS))),
         draw(st.sampled_from(["all", *READ])),

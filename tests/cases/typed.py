@@ -68,7 +68,7 @@ def check_batched(params: Params, trees: list[Tree]) -> None:
     encode_all(params)  # type: ignore[call-arg]
     encode_all(trees, params)  # type: ignore[arg-type]
     jedbatch.batch(encode, granularity="cells")  # type: ignore[call-overload]
-    jedbatch.batch(encode, executor="eager")  # type: ignore[call-overload]
+    jedbatch.batch(encode, executor="fused")  # type: ignore[call-overload]
     jedbatch.batch(encode, target="tpu")  # type: ignore[call-overload]
     jedbatch.Lazy(layout="shortest")  # type: ignore[arg-type]
 
@@ -97,7 +97,7 @@ def check_plans(params: Params, trees: list[Tree]) -> None:
 def check_scopes(params: Params, trees: list[Tree]) -> None:
     with jedbatch.lazy():
         assert_type([encode(params, tree) for tree in trees], list[jax.Array])
-    with jedbatch.Lazy(executor="dispatch")():
+    with jedbatch.Lazy(reuse=True)():
         assert_type(word(params, 1), jax.Array)
     check_against_loop(encode, params, trees)
     check_against_loop(3, params, trees)  # type: ignore[arg-type]

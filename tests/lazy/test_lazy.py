@@ -475,7 +475,6 @@ def test_a_scope_is_left_in_the_thread_that_opened_it(end):
 
 def test_options():
     for options in (
-        {"executor": "dispatch"},
         {"policy": jedbatch.policies.agenda},
         {"reuse": True},
     ):
@@ -486,8 +485,6 @@ def test_options():
         assert scope.compilations
         scope.clear()
         assert not scope.compilations
-    with pytest.raises(ValueError, match="`Lazy` got executor"):
-        jedbatch.Lazy(executor="fast")
     with pytest.raises(ValueError, match="`Lazy` got layout"):
         jedbatch.Lazy(layout="fast")
     with pytest.raises(TypeError, match="`Lazy` got reuse"):

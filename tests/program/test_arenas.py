@@ -10,7 +10,7 @@ from cases.chains import HIDDEN, encode, make_params, sentences
 from cases.helpers import assert_close, assert_no_recompile, loop
 
 import jedbatch
-from jedbatch._program.executors import Fused
+from jedbatch._program.executors import Executor
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def params():
 @pytest.fixture
 def all_handed_on(monkeypatch):
     """Small arenas too."""
-    monkeypatch.setattr(Fused, "worth_keeping", 0)
+    monkeypatch.setattr(Executor, "worth_keeping", 0)
 
 
 def pools(batched):

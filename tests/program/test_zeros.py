@@ -171,14 +171,11 @@ MANY = [(0.5, 0.0, 2.0, 0.0, 0.25, 1.0, 0.0), (0.0, 3.0), (1.0, 0.5, 0.0)]
 
 @pytest.mark.parametrize(
     "how",
-    mostly_slow(["eager", "argument", "closure", "dispatch", "gpu"], "eager", "gpu"),
+    mostly_slow(["eager", "argument", "closure", "gpu"], "eager", "gpu"),
 )
 def test_loss_reads_some_of_many_results(how):
     """Those whose slope is finite; others share what they are made of."""
-    options = {"executor": "dispatch"} if how == "dispatch" else {}
-    batched = jedbatch.batch(
-        roots, out_axes=None, **options, target="gpu" if how == "gpu" else None
-    )
+    batched = jedbatch.batch(roots, out_axes=None, target="gpu" if how == "gpu" else None)
     w = jnp.float32(1.5)
 
     def read(results):

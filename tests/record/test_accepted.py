@@ -59,13 +59,12 @@ def test_arrays_of_strings_and_objects_reach_the_function_as_they_are():
     assert plan.host.num_known == 4
 
 
-@pytest.mark.parametrize("executor", ["fused", "dispatch"])
-def test_transfers_of_tables_are_explicit(executor):
+def test_transfers_of_tables_are_explicit():
     """A guard finds the caller's own transfers, not those of plans and of instances."""
     params, words = jax.device_put(np.eye(3, dtype=np.float32)), np.ones((2, 3), np.float32)
-    batched = jedbatch.batch(lambda p, x: jnp.tanh(p @ x).sum(), executor=executor)
+    batched = jedbatch.batch(lambda p, x: jnp.tanh(p @ x).sum())
     loss = jax.jit(jax.value_and_grad(lambda p, plan: batched.apply(p, plan).sum()))
-    listed = jedbatch.batch(lambda p, x: p @ x, out_axes=None, executor=executor)
+    listed = jedbatch.batch(lambda p, x: p @ x, out_axes=None)
     with jax.transfer_guard("disallow"):
         called = batched(params, list(words))
         plan = batched.plan(params, list(words))

@@ -53,7 +53,6 @@ CASES = [
             "in_axes": (1, 2.5, "x", {}, {0}, STRANGE, np.ones(2), len, True, (None, [0])),
             "out_axes": (1, False, 0.0, "x", [], {}, STRANGE, np.ones(2), len),
             "policy": (*THINGS, policies.FSM),
-            "executor": THINGS,
             "key": FUNCTIONS,
             "cache_size": COUNTS,
             "cache_bytes": COUNTS,
@@ -66,7 +65,7 @@ CASES = [
     (
         jedbatch.Lazy,
         {},
-        {"policy": THINGS, "executor": THINGS, "layout": THINGS, "reuse": THINGS[:-1]},
+        {"policy": THINGS, "layout": THINGS, "reuse": THINGS[:-1]},
     ),
     (jedbatch.compiler_options, {}, {"target": THINGS}),
     (jedbatch.cores, {}, {"count": POSITIVE[1:]}),

@@ -118,12 +118,11 @@ def test_out_axes(out_axes):
         jedbatch.batch(double, out_axes=out_axes)
 
 
-def test_executor():
-    with pytest.raises(ValueError, match="'dispatch', 'fused'"):
-        jedbatch.batch(double, executor="eager")
+@pytest.mark.parametrize("executor", ["dispatch", "fused", "tiered", None])
+def test_there_is_one_executor(executor):
     for make in (lambda **options: jedbatch.batch(double, **options), jedbatch.Lazy):
-        with pytest.raises(ValueError, match="no tiers any more; leave it out"):
-            make(executor="tiered")
+        with pytest.raises(TypeError, match=r"leave it out.*disable_jit.*jax_debug_nans.*warm"):
+            make(executor=executor)
 
 
 @pytest.mark.parametrize("make", [jedbatch.batch, jedbatch.cell])

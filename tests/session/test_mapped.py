@@ -393,15 +393,3 @@ def test_parts_of_one_device_are_planned(differs):
     found = jax.grad(lambda scale: jnp.square(run(scale, xs)).sum())(scale)
     by_loop = jax.grad(lambda scale: sum(jnp.square(fn(scale, x)).sum() for x in xs))(scale)
     np.testing.assert_allclose(found, by_loop, rtol=1e-5)
-
-
-def test_the_default_executor_by_its_name_is_the_default():
-    """Rows are mapped, not planned, whether or not it is named."""
-    found = []
-    for executor in (None, "fused"):
-        batched = jedbatch.batch(with_cells, executor=executor)
-        assert_close(batched(PARAMS, X)[0], loop(with_cells, PARAMS, X)[0], 1e-5)
-        (rounds,) = batched.last_rounds
-        found.append((batched.compilations, rounds.nodes, rounds.batches, batched._options.plans))
-    assert found[0] == found[1]
-    assert not found[0][-1]

@@ -15,7 +15,6 @@ import pytest
 import jedbatch
 from jedbatch._kernel.target import TARGETS
 from jedbatch._layout.node_order import ORDERS
-from jedbatch._program.executors import EXECUTORS
 from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._schedule.encodings import ENCODINGS
 
@@ -68,11 +67,9 @@ def test_annotations_are_those_of_the_function():
 @pytest.mark.parametrize(
     ("function", "option", "names"),
     [
-        (jedbatch.batch, "executor", EXECUTORS),
         (jedbatch.batch, "granularity", GRANULARITIES),
         (jedbatch.batch, "layout", ORDERS),
         (jedbatch.batch, "target", TARGETS),
-        (jedbatch.Lazy.__init__, "executor", EXECUTORS),
         (jedbatch.Lazy.__init__, "layout", ORDERS),
         (jedbatch.compiler_options, "target", TARGETS),
         (jedbatch.Target.named, "name", TARGETS),
