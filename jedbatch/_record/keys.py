@@ -320,7 +320,7 @@ def constant_key(x: Any) -> Hashable:
     if isinstance(x, jax.Array) and (x.is_deleted() or not x.is_fully_addressable):
         return Same(x)
     data = np.asarray(jax.random.key_data(x) if is_key else x)
-    digest = hashlib.sha256(np.ascontiguousarray(data)).digest()
+    digest = hashlib.sha256(np.ascontiguousarray(data).tobytes()).digest()
     return "constant", str(jax.typeof(x)), getattr(x, "sharding", None), digest
 
 

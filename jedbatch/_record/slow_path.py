@@ -64,7 +64,7 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
                 or _reads_no_number(recorder, cell, args, static, lifted, recorded[0])
             ):
                 break
-            call = recorded[0].id
+            call = recorded[0].node_type
             if lifting.asks(call) and lifting.sets_apart(call, lifted):
                 recorded = recorder.cell_call_spec(cell, args, static)
                 break

@@ -302,7 +302,6 @@ class ImportedPrograms(ProgramCache):
         super().__init__(
             programs.registry,
             programs.target,
-            None,
             programs.environment,
             (),
             programs.control_flow,
