@@ -46,6 +46,9 @@ def record_inlined(
     size = len(body.invars), len(body.eqns)
     of = "inlined", primitive.name, function, params.get("name")  # which wrappers may share
     if not recorder.registry.variants.are_many(of, size, MAX_PROGRAMS):
+        if primitive.name == "jit" and "site-packages" not in function:
+            why = f"goes through `jax.jit` ({function}); write `@jedbatch.cell` above `@jax.jit`"
+            recorder.registry.slow_calls[params["name"], why] += 1
         return None
     with set_current_trace(recorder):
         return jax.core.eval_jaxpr(body, consts, *args)

@@ -116,7 +116,7 @@ def warn_if_programs_grow(
 
 
 def warn_if_slowly_recorded(registry: Registry, num_before: int) -> None:
-    """Warns of calls of cells that are looked into each time, where they are many.
+    """Warns of calls of cells that are looked into each time, or go through JAX, if they are many.
 
     Args:
       registry: has how many there were, and why; of some the user can help nothing.
@@ -128,7 +128,7 @@ def warn_if_slowly_recorded(registry: Registry, num_before: int) -> None:
     (name, reason), count = slow.most_common(1)[0]
     warn_once(
         SlowCallsWarning,
-        f"{slow.total():,} calls of cells were recorded slowly in a minibatch, many times as "
+        f"{slow.total():,} calls were recorded slowly in a minibatch, many times as "
         f"long as others take: {count:,} of `{name}`, which {reason}",
         registry.warned,
     )

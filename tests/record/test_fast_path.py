@@ -383,6 +383,7 @@ def test_buffers_are_copied_when_they_are_given():
     ("made", "reason"),
     [
         (lambda p, n: multiply(p, np.float32([2])), "closes over an array of NumPy"),
+        (lambda p, n: jax.jit(lambda x: x * p["b"]), "goes through `jax.jit` (<lambda> at "),
     ],
 )
 def test_calls_without_a_description_are_counted_and_warned_of(made, reason):
@@ -391,7 +392,7 @@ def test_calls_without_a_description_are_counted_and_warned_of(made, reason):
     for k in range(6):
         with catch_warnings(record=True) as caught:
             simplefilter("always")
-            plan = batched.plan(P, [k + 0.1, k + 0.2, k + 0.3])
+            plan = batched.plan(P, [3 * k, 3 * k + 1, 3 * k + 2])
         warnings += caught
     (warning,) = warnings
     assert warning.category is jedbatch.errors.SlowCallsWarning
