@@ -275,9 +275,9 @@ class SlowCallsWarning(PerformanceWarning):
     **Reason.** A call is recorded at once if its arguments and what its function closes over show
     that it is like an earlier one. The message says what does not: an array of NumPy, or an object
     with state that is not to be seen, that a cell closes over, or arguments that JAX does not know
-    as a pytree. A function under `jax.jit` is one node, but each call of it passes through JAX, which
-    takes sixty times as long as a call of a cell. Numbers that a cell closes over and that differ from call to call are operands;
-    such calls are counted, and there is no warning.
+    as a pytree. A function under `jax.jit` is one node, but each call of it passes through JAX,
+    which takes sixty times as long as a call of a cell. Numbers that a cell closes over and that
+    differ from call to call are operands; such calls are counted, and there is no warning.
 
     **Cure.** Write `@jedbatch.cell` above `@jax.jit`. Pass to the cell what it reads:
 

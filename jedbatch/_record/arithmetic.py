@@ -183,11 +183,7 @@ class Operands:
     def held(self, trace: Any, place: int, value: Any) -> Any:
         """Returns what stands for a number that a function holds while it is traced."""
         number = PythonNumber(trace, self, self.arithmetic.held(place), value)
-        self.made(number)
         return self.read(number) if isinstance(value, jax.Array) else number  # JAX computes with it
-
-    def made(self, number: "PythonNumber") -> None:
-        """Is told of each number of Python."""
 
     def read(self, number: "PythonNumber") -> Array:
         """Returns what an operation of JAX reads; a constant if it is not an operand yet."""
@@ -273,9 +269,7 @@ class PythonNumber(Tracer):
                 f"over gives {type(result).__name__}; expected numbers and small arrays, of which "
                 "Python computes operands. Pass it by keyword: keyword arguments are static."
             )
-        number = PythonNumber(self._trace, self.operands, step, result)
-        self.operands.made(number)
-        return number
+        return PythonNumber(self._trace, self.operands, step, result)
 
     @property
     def aval(self):  # type: ignore[override]

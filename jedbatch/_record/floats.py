@@ -16,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from jedbatch._record.arithmetic import Arithmetic, Operands, PythonNumber, as_jax_sees
+from jedbatch._record.cell import recording
 from jedbatch._record.instance_arrays import is_float_type, with_arrays_for_floats
 from jedbatch._record.registry import MAX_CONSTANT_NUMBERS
 from jedbatch._record.symbols import RecorderLike, Value
 from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.types import Array, PyTree
+from jedbatch.errors import SymbolicValueError
 
 MOST_TRIED = 64  # instances that are looked at for floats before there are operands
 FORM_BYTES = 1 << 11  # of what is known of a form, about
@@ -107,12 +109,21 @@ class OperandsOfInstance(Operands):
         super().__init__(arithmetic, values)
         self._recorder = recorder
 
-    def made(self, number: PythonNumber) -> None:
-        """Has calls of cells read the operand where they get the number."""
-        symbol: Any = self._values.get(number.step)
-        if symbol is not None:
-            self._recorder.known[id(number)] = symbol.type, symbol.index
-            self._recorder.kept.append(number)
+    def read(self, number: PythonNumber) -> Array:
+        """Returns what an operation of JAX reads.
+
+        Raises `SymbolicValueError` if it is an operation of a cell that got the number unseen.
+        """
+        if recording.recorder is not self._recorder:
+            self.refuse(number)
+        return super().read(number)
+
+    def refuse(self, number: PythonNumber) -> None:
+        """Raises `SymbolicValueError`: cells compute with floats that they hold by Python."""
+        raise SymbolicValueError(
+            f"a cell holds {number.value!r}, a float of the instance; expected a positional "
+            "argument of the cell."
+        )
 
     def constant(self, number: PythonNumber) -> Array:
         """Returns the value, as an input of the instance."""

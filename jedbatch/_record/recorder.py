@@ -272,7 +272,7 @@ class Recorder(Trace):
         """Any array or number as a symbol."""
         if isinstance(x, Tracer):
             if type(x) is PythonNumber:
-                return x.operands.read(x)
+                x.operands.refuse(x)
             if isinstance(x, Symbol):
                 x._trace.is_valid()
             if x._trace is self:
@@ -406,6 +406,8 @@ class Recorder(Trace):
 
     def slow_path(self, cell: Cell, args: tuple, static: dict) -> PyTree:
         """Records a call of a cell: any pytrees of anything."""
+        if self.has_numbers:
+            args = jax.tree.map(read_by_jax, args)
         return slow_path(self, cell, args, static)
 
     def cell_call_spec(
@@ -508,14 +510,14 @@ class Recorder(Trace):
 
     def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, *, symbolic_zeros):
         call = calling_with_forward_rule(primitive, fun, jvp, symbolic_zeros=symbolic_zeros)
-        return record_custom(self, (fun, jvp), call, tracers)
+        return record_custom(self, (fun, jvp), call, list(map(read_by_jax, tracers)))
 
     def process_custom_vjp_call(
         self, primitive, fun, fwd, bwd, tracers, /, *, out_trees, symbolic_zeros
     ):
         told = {"out_trees": out_trees, "symbolic_zeros": symbolic_zeros}
         call = calling_with_reverse(primitive, fun, fwd, bwd, **told)
-        return record_custom(self, (fun, fwd, bwd), call, tracers)
+        return record_custom(self, (fun, fwd, bwd), call, list(map(read_by_jax, tracers)))
 
     def stage_value(self, val):
         """A number or array of NumPy as an immutable array of JAX."""
@@ -615,7 +617,7 @@ class Recorder(Trace):
             return self._output_of(leaf)
         if type(leaf) is int or type(leaf) is float:
             return self._output_of(self.input(leaf))
-        leaf = result_leaf(leaf)
+        leaf = result_leaf(read_by_jax(leaf))
         if isinstance(leaf, Tracer) or self.is_weight_reached(leaf):
             symbol = self.symbol(leaf)
         else:

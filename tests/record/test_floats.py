@@ -37,12 +37,8 @@ def minibatch(make):
     return [make(vector(), RNG.normal()) for _ in range(COUNT)]
 
 
+by_keyword = jedbatch.cell(lambda w, x, *, rate: w @ x * (rate // 0.1), name="by_keyword")
 scaled = jedbatch.cell(lambda w, x, rate: w @ x * rate, name="scaled")
-
-
-def with_closure(w, instance):
-    rate = instance["rate"]
-    return jedbatch.cell(lambda w, x: w @ x * (1 - rate) * rate, name="closing")(w, instance["x"])
 
 
 def differences(w, instance):
@@ -78,7 +74,6 @@ SPELLINGS = {
     ),
     "cancellation": (differences, lambda x, r: {"x": x, "early": 1e9, "late": 1e9 + abs(r)}),
     "a cell": (lambda w, i: scaled(w, i[0], i[1] - 1), lambda x, r: (x, r)),
-    "closed over": (with_closure, lambda x, r: {"x": x, "rate": r}),
     "in an array": (lambda w, i: w @ jnp.array([i[1], 1.0, i[1]]), lambda x, r: (x, r)),
     "compared by JAX": (lambda w, i: jnp.where(i[1] > 0, w @ i[0], 0.0), lambda x, r: (x, r)),
     "a loop": (solved, lambda x, r: {"x": x, "rate": r, "end": np.float32(1 + abs(r))}),
@@ -151,6 +146,15 @@ def needs_array(w, instance):
     return w @ instance[0] * np.sin(instance[1])
 
 
+def closes_over(w, instance):
+    rate = instance[1]
+    return jedbatch.cell(lambda w, x: w @ x * (rate // 0.1), name="closing")(w, instance[0])
+
+
+def passes_by_keyword(w, instance):
+    return by_keyword(w, instance[0], rate=instance[1])
+
+
 def asks_type(w, instance):
     return w @ instance[0] * (instance[1] if isinstance(instance[1], float) else 0.0)
 
@@ -170,6 +174,8 @@ def catches(w, instance):
         (needs_value, "the value of one at .*test_floats.py"),
         (needs_number, "the value of one at .*test_floats.py"),
         (needs_array, "the value of one at .*test_floats.py"),
+        (closes_over, "the value of one at .*test_floats.py"),
+        (passes_by_keyword, "the value of one at .*test_floats.py"),
         (asks_type, "asks for types"),
         (catches, "catches errors"),
     ],
