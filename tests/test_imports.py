@@ -191,6 +191,37 @@ def test_marks_of_frames():
     }
 
 
+READ_FRAMES = {
+    "_jaxpr/symbolic_dims.py",  # who asks for a length, and the user's line
+    "_record/failures.py",  # what the user wrote there
+    "_support/frames.py",  # the depth of a recursion
+    "_record/deep.py",
+    "_record/escapes.py",  # what keeps a traced value
+    "_record/asking.py",  # whether code that a cell calls asks what a number is
+    "_record/granularity/call_sites.py",  # where operations are performed
+    "_lazy/scope.py",  # where a scope is opened
+}
+OF_FRAMES = {"_getframe", "currentframe", "f_back", "f_code", "f_globals", "f_locals", "tb_frame"}
+
+
+def test_frames_are_read_in_few_modules_and_not_told_by_names_of_jax():
+    """Methods that Python calls by itself keep their names, and so do modules of it."""
+    read, named = set(), set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and node.attr in OF_FRAMES:
+                read.add(path.relative_to(PACKAGE).as_posix())
+            operands = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
+            if any(getattr(x, "attr", "") in ("co_name", "co_qualname") for x in operands):
+                named |= {
+                    x.value
+                    for x in ast.walk(node)
+                    if isinstance(x, ast.Constant) and isinstance(x.value, str)
+                }
+    assert read == READ_FRAMES
+    assert named == {"__eq__", "__ne__", "__hash__", "__repr__", "__exit__", "singledispatch"}
+
+
 def test_the_core_needs_nothing_that_is_optional(tmp_path):
     served = tmp_path / "mine.py"
     served.write_text("def fn(x): return 2 * x\ninstances = [1.0, 2.0]\n")

@@ -17,14 +17,13 @@ inside of such a block (see `_control_flow.rounds`, which says so where it can t
 import collections
 import contextvars
 import functools
-import sys
 from collections.abc import Callable, Sequence
-from types import FrameType
 from typing import Any
 
 from jax.extend.core import take_current_trace
 
 from jedbatch._record.failures import place_of
+from jedbatch._support.frames import depth
 from jedbatch._support.types import Array
 
 try:
@@ -55,11 +54,7 @@ def _work(given: list[Callable[[], None]]) -> None:
 
 def _frames() -> int:
     """Returns how many frames of Python there are, those that greenlets began in included."""
-    frame: FrameType | None = sys._getframe()
-    count = getattr(greenlet.getcurrent(), "began_at", 0)
-    while frame is not None:
-        frame, count = frame.f_back, count + 1
-    return count
+    return depth() + getattr(greenlet.getcurrent(), "began_at", 0)
 
 
 class Fibers:

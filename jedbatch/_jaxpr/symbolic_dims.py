@@ -34,6 +34,7 @@ import operator
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
@@ -157,12 +158,29 @@ def line_of_user() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
 
 
+def user_line_in(error: BaseException) -> str:
+    """Returns "file:line", the innermost line of the user's that an error came through, or ""."""
+    line = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        if is_user_code(frame):
+            line = f"{frame.f_code.co_filename}:{number}"
+    return line
+
+
+def user_level() -> int:
+    """Returns the `stacklevel` of a warning at the user's line, for who calls this."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and not is_user_code(frame):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _asker(frame: FrameType) -> tuple[Any, str]:
     """(the frame that asks, whose it is)."""
     role = _role_of(frame)
     while role != "user" and frame.f_back is not None:
-        called = frame.f_code.co_name  # of values of JAX that hold extents
-        if role != "helper" and called not in ("__eq__", "__ne__", "__hash__"):
+        # Python calls these methods, of values of JAX that hold extents.
+        if role != "helper" and frame.f_code.co_name not in ("__eq__", "__ne__", "__hash__"):
             break
         frame = frame.f_back
         role = _role_of(frame)
@@ -177,18 +195,18 @@ def refuse_decision(what: str, frame: FrameType, error: type = LengthDecisionErr
     raise error(reason)
 
 
-def refuse_iteration(frame: FrameType) -> None:
-    """Raises an error of a loop over the rows of an array of unknown length."""
-    refuse_decision("loops over the rows of an array", frame, LengthNeededError)
+def refuse_iteration() -> None:
+    """Raises an error of a loop over the rows of an array of unknown length, which calls this."""
+    refuse_decision("loops over the rows of an array", sys._getframe(2), LengthNeededError)
 
 
-def refuse_writing(frame: FrameType) -> None:
+def refuse_writing() -> None:
     """Raises an error of a number that is written, which may depend on a length, as `n / m` does.
 
-    Where lengths are known, such a number is one of Python's.
+    Where lengths are known, such a number is one of Python's. The number calls this.
     """
     if _asked.questions is not None:
-        frame, role = _asker(frame)
+        frame, role = _asker(sys._getframe(2))
         if role not in OURS:
             refuse_decision("writes a number", frame)
 
@@ -447,10 +465,12 @@ class RaggedType(ShapedArray):
     str_short = _writing(ShapedArray.str_short)
 
 
-def asks_for_type(frame: Any) -> bool:
-    """True of frames that ask for the type of an array for user code, maybe by `jax.typeof`."""
-    while _role_of(frame) == "jax" and frame.f_code.co_name in ("typeof", "<lambda>"):
-        frame = frame.f_back
+def asks_for_type() -> bool:
+    """Returns whether user code asks who calls this for its type, maybe by `jax.typeof`."""
+    frame: Any = sys._getframe(2)
+    for outer in (frame, frame.f_back):
+        if outer is not None and outer.f_code is jax.typeof.__code__:
+            frame = outer.f_back
     return _asker(frame)[1] not in OURS
 
 

@@ -20,7 +20,6 @@ with the same key; others are not.
 
 import functools
 import itertools
-import traceback
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,9 +32,9 @@ from jedbatch._jaxpr.symbolic_dims import (
     LengthDecisionError,
     Questions,
     extent_at,
-    is_user_code,
     make_symbol,
     symbols_in,
+    user_line_in,
 )
 from jedbatch._program.stopped import shown_instances
 from jedbatch._ragged.axis_rules import CannotMergeError
@@ -462,12 +461,10 @@ def _reason(error: Exception) -> str:
     """Returns why instances cannot be recorded for all lengths at once, in words."""
     if isinstance(error, CannotMergeError | LengthDecisionError):
         return str(error)
-    frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if is_user_code(f)]
-    if not frames:
+    line = user_line_in(error)
+    if not line:
         return "an operation of it is not known to work for several lengths at once"
-    lines = [n for f, n in traceback.walk_tb(error.__traceback__) if f is frames[-1]]
-    where = f"{frames[-1].f_code.co_filename}:{lines[-1]}"
-    return f"the operation at {where} has to know the lengths of arrays"
+    return f"the operation at {line} has to know the lengths of arrays"
 
 
 def without_lengths(key: Hashable) -> Hashable:

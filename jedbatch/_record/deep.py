@@ -28,12 +28,12 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, TypeVar
 
 import jax
 
 from jedbatch._record.thread_settings import ThreadSettings
+from jedbatch._support.frames import depth
 from jedbatch._support.restored import Restored
 
 T = TypeVar("T")
@@ -81,16 +81,12 @@ def deeply(work: Callable[[], T]) -> T:
 
 def _worth_it(error: RecursionError) -> bool:
     """Returns whether what recursed too deep was mostly functions of Python, other than JAX's."""
-    frame: FrameType | None = sys._getframe()
-    depth = 0
-    while frame is not None:
-        depth, frame = depth + 1, frame.f_back
     num_frames = 0
     place = error.__traceback__
     while place is not None:
         num_frames += not place.tb_frame.f_code.co_filename.startswith(_IN_JAX)
         place = place.tb_next
-    return COUNTS_PER_FRAME * num_frames > sys.getrecursionlimit() - depth
+    return COUNTS_PER_FRAME * num_frames > sys.getrecursionlimit() - depth()
 
 
 class _Thread:

@@ -18,7 +18,12 @@ from jax.core import Tracer
 
 from jedbatch import checks
 from jedbatch._graph.types import ValueType
-from jedbatch._jaxpr.symbolic_dims import frame_of_user, is_user_code, line_of_user
+from jedbatch._jaxpr.symbolic_dims import (
+    frame_of_user,
+    is_user_code,
+    line_of_user,
+    user_line_in,
+)
 from jedbatch._record.cell import spelled
 from jedbatch._record.instance_arrays import array_type, is_array
 from jedbatch._support.types import Leaf, PyTree
@@ -49,18 +54,13 @@ CHANGED_MODULES = (
 )
 
 
-def line_of(error: BaseException) -> str:
-    """Returns " at file:line", the last line of the user's that an error came through, or ""."""
-    place = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        if is_user_code(frame):
-            place = f" at {frame.f_code.co_filename}:{line}"
-    return place
-
-
 def place_of(error: BaseException) -> str:
-    """Returns the same; "" if the error says so already."""
-    place = line_of(error)
+    """Returns " at file:line", the innermost line of the user's that an error came through.
+
+    It is "" if there is none, or if the error says so already.
+    """
+    line = user_line_in(error)
+    place = f" at {line}" if line else ""
     return "" if any(f"{place} " in note for note in getattr(error, "__notes__", ())) else place
 
 

@@ -4,7 +4,6 @@ Their recorder knows which instance they belong to and records operations on the
 """
 
 import operator
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Protocol
 
@@ -231,7 +230,7 @@ class Symbol(Tracer):
         except ReferenceError:  # those who recorded are gone, with all types
             return "symbolic array of a function that was recorded before"
         if not kind.shape:
-            refuse_writing(sys._getframe(1))
+            refuse_writing()
         return f"symbolic {kind.str_short()}"
 
 
@@ -253,7 +252,7 @@ class Value(Symbol):
         self._trace.is_valid()
         registry = self._trace.registry
         ragged = registry.ragged_types and registry.ragged_types.get(self.type)
-        return ragged if ragged and asks_for_type(sys._getframe(1)) else registry.avals[self.type]
+        return ragged if ragged and asks_for_type() else registry.avals[self.type]
 
     def __getitem__(self, item):
         return self._trace.index_value(self, item)
@@ -262,7 +261,7 @@ class Value(Symbol):
         if not self.shape:
             raise TypeError("a symbolic array with no dimensions cannot be iterated over")
         if is_ragged(self.shape[:1]):
-            refuse_iteration(sys._getframe(1))
+            refuse_iteration()
         return (self[i] for i in range(self.shape[0]))
 
 

@@ -1,14 +1,13 @@
 """Warnings of minibatches that hardly batch, before compiling (see `_graph.degeneracy`)."""
 
 import collections
-import sys
 import warnings
 from collections.abc import Iterable, Sequence
 
 from jedbatch._graph.degeneracy import MAX_TYPES, Degeneracy
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.types import NodeType
-from jedbatch._jaxpr.symbolic_dims import is_ragged, is_user_code
+from jedbatch._jaxpr.symbolic_dims import is_ragged, user_level
 from jedbatch._ragged.calls import RegionCalls
 from jedbatch._ragged.lengths import Lengths
 from jedbatch._record.registry import Registry
@@ -231,10 +230,6 @@ def warn_once(cause: type[PerformanceWarning], text: str, warned: set[type]) -> 
     """Warns at the user's line, unless the cause is among those that have been warned of."""
     if cause in warned:
         return
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and not is_user_code(frame):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(
-        f"{text}. `help(jedbatch.errors.{cause.__name__})` says more.", cause, stacklevel=level
-    )
+    text = f"{text}. `help(jedbatch.errors.{cause.__name__})` says more."
+    warnings.warn(text, cause, stacklevel=user_level())
     warned.add(cause)  # not if the warning is an error

@@ -17,7 +17,12 @@ import jax
 import numpy as np
 
 from jedbatch._graph.record import Record
-from jedbatch._jaxpr.symbolic_dims import LengthDecisionError, Questions, noting_questions
+from jedbatch._jaxpr.symbolic_dims import (
+    LengthDecisionError,
+    Questions,
+    noting_questions,
+    user_line_in,
+)
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.calls import lacks_rows
 from jedbatch._ragged.cutting import cut_graphs
@@ -26,7 +31,6 @@ from jedbatch._ragged.regions import RaggedRecord
 from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.asking import Asked, noting_whether_it_asks
 from jedbatch._record.environment import Reached
-from jedbatch._record.failures import line_of
 from jedbatch._record.floats import Floating, without_floats
 from jedbatch._record.grouping import Grouping
 from jedbatch._record.instance_arrays import array_type
@@ -275,7 +279,8 @@ class Recording:
         except Exception as error:
             needs = isinstance(error, SymbolicValueError | jax.errors.JAXTypeError)
             why = "Python needs the value of one" if needs else "what is done with one is unknown"
-            floats.apart = f"{why}{line_of(error)}"
+            line = user_line_in(error)
+            floats.apart = f"{why} at {line}" if line else why
             raise GuardFailed from None
         if asked[0].anything:
             floats.apart = "the function asks for types, or catches errors"
