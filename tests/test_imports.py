@@ -219,7 +219,7 @@ def test_frames_are_read_in_few_modules_and_not_told_by_names_of_jax():
                     if isinstance(x, ast.Constant) and isinstance(x.value, str)
                 }
     assert read == READ_FRAMES
-    assert named == {"__eq__", "__ne__", "__hash__", "__repr__", "__exit__", "singledispatch"}
+    assert named == {"__eq__", "__ne__", "__hash__", "__exit__", "singledispatch"}
 
 
 def test_the_core_needs_nothing_that_is_optional(tmp_path):
