@@ -115,19 +115,20 @@ class OperandsOfInstance(Operands):
         Raises `SymbolicValueError` if it is an operation of a cell that got the number unseen.
         """
         if recording.recorder is not self._recorder:
-            self.refuse(number)
+            refuse(number)
         return super().read(number)
-
-    def refuse(self, number: PythonNumber) -> None:
-        """Raises `SymbolicValueError`: cells compute with floats that they hold by Python."""
-        raise SymbolicValueError(
-            f"a cell holds {number.value!r}, a float of the instance; expected a positional "
-            "argument of the cell."
-        )
 
     def constant(self, number: PythonNumber) -> Array:
         """Returns the value, as an input of the instance."""
         return self._recorder.number(as_jax_sees(number.value))
+
+
+def refuse(number: PythonNumber) -> None:
+    """Raises `SymbolicValueError`: cells compute with floats that they hold by Python."""
+    raise SymbolicValueError(
+        f"a cell holds {number.value!r}, a float of the instance; expected a positional argument "
+        "of the cell."
+    )
 
 
 class Floats:
