@@ -70,10 +70,13 @@ class Floating(tuple):
       operands: of its recording, if it was recorded.
     """
 
-    form: Form
-    floats: list[Any]
-    weak: list[bool]
-    operands: "OperandsOfInstance | None" = None
+    def __new__(cls, instance: tuple, *_: Any) -> "Floating":
+        """Returns a tuple of the arguments."""
+        return super().__new__(cls, instance)
+
+    def __init__(self, _: tuple, form: Form, floats: list[Any], weak: list[bool]):
+        self.form, self.floats, self.weak = form, floats, weak
+        self.operands: OperandsOfInstance | None = None
 
     def with_arrays(self) -> PyTree:
         """Returns the arguments with arrays in place of floats."""
@@ -191,9 +194,7 @@ class Floats:
             operands = form.arithmetic.results(dict(zip(form.places, floats, strict=True)))
         except Exception:  # Python raises it again where it runs the function, if it gets there
             return None
-        made = Floating(instance)
-        made.form, made.floats = form, floats
-        made.weak = [x.weak for x in operands]
+        made = Floating(instance, form, floats, [x.weak for x in operands])
         return made, [x.value for x in operands]
 
     def note_missing(self, instances: Sequence[Any]) -> bool:

@@ -20,6 +20,7 @@ from jedbatch._support.types import Leaf
 PROGRAMS = {"jit", "remat2"}  # operations that run a program, and do nothing else
 MAX_PROGRAMS = 4  # of a function that is not inlined
 JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
+INSTALLED = "site-packages", os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def record_inlined(
@@ -46,7 +47,7 @@ def record_inlined(
     size = len(body.invars), len(body.eqns)
     of = "inlined", primitive.name, function, params.get("name")  # which wrappers may share
     if not recorder.registry.variants.are_many(of, size, MAX_PROGRAMS):
-        if primitive.name == "jit" and "site-packages" not in function:
+        if primitive.name == "jit" and not any(x in function for x in INSTALLED):
             why = f"goes through `jax.jit` ({function}); write `@jedbatch.cell` above `@jax.jit`"
             recorder.registry.slow_calls[params["name"], why] += 1
         return None
