@@ -163,6 +163,8 @@ def check_look_ups(
             from_inputs = np.flatnonzero(read < 0)
             its_row = input_row[-1 - read[from_inputs]]  # of a number that a node computed, behind
             from_inputs = from_inputs[its_row < len(rows)]
+            if not len(from_inputs):
+                continue
             indices = rows[input_row[-1 - read[from_inputs]]].reshape(len(from_inputs), -1)
             bad = np.flatnonzero(((indices < -n) | (indices >= n)).any(1))
             if len(bad):

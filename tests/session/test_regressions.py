@@ -295,3 +295,20 @@ def test_values_do_not_depend_on_the_policy():
     for policy in (jedbatch.policies.agenda, jedbatch.policies.depth, jedbatch.policies.critical):
         got = jedbatch.batch(fn, policy=policy)(params, instances)
         assert_close(got, expected, 1e-5)
+
+
+def test_rows_that_nodes_compute_are_not_looked_at():
+    """Operations merged into one type read inputs in some nodes, and computed rows in others."""
+
+    def fn(params, instance):
+        number, word, key = instance
+        row = jax.random.randint(key, (), 0, 6)
+        if number % 2 == 0:
+            return params["E"][row], params["E"][word], row
+        return params["b"], jnp.ones(4) * number / 2, row
+
+    params = {"E": jnp.ones((6, 4)), "b": jnp.ones(4)}
+    instances = [(3, 5, jax.random.key(87)), (2, 2, jax.random.key(52))]
+    results = jedbatch.batch(fn, granularity="auto", out_axes=None)(params, instances)
+    for result, instance in zip(results, instances, strict=True):
+        assert_close(result, fn(params, instance), 1e-6)
