@@ -192,6 +192,10 @@ class Operands:
         self.missing[number.step] = None
         return self.constant(number)
 
+    def hash_of(self, number: "PythonNumber") -> int:
+        """Returns the hash of a number, which is equal to itself alone, as of a tracer."""
+        return object.__hash__(number)
+
     def constant(self, number: "PythonNumber") -> Array:
         """Returns the value of a number as an array."""
         with set_current_trace(number._trace.inner):  # none while an operation is processed
@@ -312,7 +316,8 @@ class PythonNumber(Tracer):
             raise TypeError("a number cannot be iterated over")
         return (self[k] for k in range(self.shape[0]))
 
-    __hash__ = Tracer.__hash__  # type: ignore[assignment]
+    def __hash__(self):  # type: ignore[override]
+        return self.operands.hash_of(self)
 
     __neg__ = _operator("__neg__", operator.neg)
     __pos__ = _operator("__pos__", operator.pos)

@@ -118,19 +118,22 @@ class OperandsOfInstance(Operands):
         Raises `SymbolicValueError` if it is an operation of a cell that got the number unseen.
         """
         if recording.recorder is not self._recorder:
-            refuse(number)
+            raise refused(number, "a cell holds")
         return super().read(number)
+
+    def hash_of(self, number: PythonNumber) -> int:
+        """Raises `SymbolicValueError`: what is looked up by a float depends on its value."""
+        raise refused(number, "something is looked up by")
 
     def constant(self, number: PythonNumber) -> Array:
         """Returns the value, as an input of the instance."""
         return self._recorder.number(as_jax_sees(number.value))
 
 
-def refuse(number: PythonNumber) -> None:
-    """Raises `SymbolicValueError`: cells compute with floats that they hold by Python."""
-    raise SymbolicValueError(
-        f"a cell holds {number.value!r}, a float of the instance; expected a positional argument "
-        "of the cell."
+def refused(number: PythonNumber, why: str) -> SymbolicValueError:
+    """Returns the error that says that a float cannot be an operand; `why` comes before it."""
+    return SymbolicValueError(
+        f"{why} {number.value!r}, a float of the instance, which cannot be an operand there."
     )
 
 

@@ -63,7 +63,7 @@ from jedbatch._record.fast_path import (
     refuse_call,
 )
 from jedbatch._record.filled_arrays import known_filling
-from jedbatch._record.floats import Floating, refuse
+from jedbatch._record.floats import Floating, refused
 from jedbatch._record.grouping import Grouping
 from jedbatch._record.inlining import record_inlined
 from jedbatch._record.instance_arrays import array_type, is_array, owned_arrays, replace_arrays
@@ -272,7 +272,7 @@ class Recorder(Trace):
         """Any array or number as a symbol."""
         if isinstance(x, Tracer):
             if type(x) is PythonNumber:
-                refuse(x)
+                raise refused(x, "a cell holds")  # and Python computes with it there
             if isinstance(x, Symbol):
                 x._trace.is_valid()
             if x._trace is self:

@@ -146,6 +146,13 @@ def needs_array(w, instance):
     return w @ instance[0] * np.sin(instance[1])
 
 
+TABLE = {0.5: 2.0}
+
+
+def looks_up(w, instance):
+    return w @ instance[0] * TABLE.get(instance[1], 3.0)
+
+
 def closes_over(w, instance):
     rate = instance[1]
     return jedbatch.cell(lambda w, x: w @ x * (rate // 0.1), name="closing")(w, instance[0])
@@ -174,6 +181,7 @@ def catches(w, instance):
         (needs_value, "the value of one at .*test_floats.py"),
         (needs_number, "the value of one at .*test_floats.py"),
         (needs_array, "the value of one at .*test_floats.py"),
+        (looks_up, "the value of one at .*test_floats.py"),
         (closes_over, "the value of one at .*test_floats.py"),
         (passes_by_keyword, "the value of one at .*test_floats.py"),
         (asks_type, "asks for types"),
