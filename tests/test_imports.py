@@ -204,8 +204,8 @@ READ_FRAMES = {
 OF_FRAMES = {"_getframe", "currentframe", "f_back", "f_code", "f_globals", "f_locals", "tb_frame"}
 
 
-def test_frames_are_read_in_few_modules_and_not_told_by_names_of_jax():
-    """Methods that Python calls by itself keep their names, and so do modules of it."""
+def test_frames_are_read_in_few_modules():
+    """Beside `CHECKS` and `DECISIONS`, names are those of methods that Python calls."""
     read, named = set(), set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
