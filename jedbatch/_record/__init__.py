@@ -38,20 +38,20 @@ Read in this order:
 24. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
 25. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-26. `floats`: Floats of instances: constants until many sets of them were met, then operands.
-27. `operators`: Indexing symbols, and Python's operators on them.
-28. `watched`: Containers that may change, and whether they hold what they held before.
-29. `fast_path`: Recording calls of cells the second time: by a description of their
+26. `operators`: Indexing symbols, and Python's operators on them.
+27. `watched`: Containers that may change, and whether they hold what they held before.
+28. `fast_path`: Recording calls of cells the second time: by a description of their
    arguments.
-30. `slow_path`: Recording calls of cells the first time, and those without a short description.
-31. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
+29. `slow_path`: Recording calls of cells the first time, and those without a short description.
+30. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
    `jnp.zeros(8)`.
-32. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-33. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-34. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+31. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+32. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+33. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-35. `inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces them into
+34. `inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces them into
    many programs.
+35. `floats`: Floats of instances: constants until many sets of them were met, then operands.
 36. `recorder`: A recorder of what a function does to symbolic values.
 37. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
 38. `thread_settings`: The settings of a thread, for work that goes on in another one.

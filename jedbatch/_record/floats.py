@@ -15,8 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from jedbatch._jaxpr.interpret import inner_programs
+from jedbatch._jaxpr.same_programs import RULES_OF
+from jedbatch._jaxpr.versions import without_consts
 from jedbatch._record.arithmetic import Arithmetic, Operands, PythonNumber, as_jax_sees
 from jedbatch._record.cell import recording
+from jedbatch._record.inlining import INSTALLED, JAX_FOLDER
 from jedbatch._record.instance_arrays import is_float_type, with_arrays_for_floats
 from jedbatch._record.registry import MAX_CONSTANT_NUMBERS
 from jedbatch._record.symbols import RecorderLike, Value
@@ -135,6 +139,27 @@ def refused(number: PythonNumber, why: str) -> SymbolicValueError:
     return SymbolicValueError(
         f"{why} {number.value!r}, a float of the instance, which cannot be an operand there."
     )
+
+
+def check_rules(program: Any) -> None:
+    """Raises `SymbolicValueError` if functions that a program runs have rules of the user's.
+
+    Derivative rules may hold floats, and run when their graph is long done.
+    """
+    for eqn in without_consts(program).eqns:
+        for inner in inner_programs(eqn):
+            if eqn.primitive.name in RULES_OF:
+                check_rule(inner)
+            check_rules(inner)
+
+
+def check_rule(function: Any) -> None:
+    """Raises `SymbolicValueError` unless a function with a derivative rule is of a library."""
+    source = getattr(getattr(function, "debug_info", None), "func_src_info", None) or ""
+    if not any(folder in source for folder in (JAX_FOLDER, *INSTALLED)):
+        raise SymbolicValueError(
+            f"a function with a derivative rule ({source}) may hold floats of the instance."
+        )
 
 
 class Floats:

@@ -39,7 +39,7 @@ from jax.core import Trace, Tracer
 from jedbatch import checks
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.interpret import has_gradient, returns_nothing
-from jedbatch._jaxpr.numbers import BODIES, Number
+from jedbatch._jaxpr.numbers import BODIES, Number, traced_bodies
 from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
 from jedbatch._record.arithmetic import PythonNumber, read_by_jax
 from jedbatch._record.cell import Cell, pause
@@ -63,7 +63,7 @@ from jedbatch._record.fast_path import (
     refuse_call,
 )
 from jedbatch._record.filled_arrays import known_filling
-from jedbatch._record.floats import Floating, refused
+from jedbatch._record.floats import Floating, check_rule, check_rules, refused
 from jedbatch._record.grouping import Grouping
 from jedbatch._record.inlining import record_inlined
 from jedbatch._record.instance_arrays import array_type, is_array, owned_arrays, replace_arrays
@@ -428,6 +428,8 @@ class Recorder(Trace):
             return []
         if self.has_numbers:
             tracers = list(map(read_by_jax, tracers))
+            for program in traced_bodies(primitive.name, params):
+                check_rules(program)
         if primitive.name == "slice" and type(tracers[0]) is not Value:
             cut = row_of_weight(self, tracers[0], params)
             if cut is not None:
@@ -509,12 +511,16 @@ class Recorder(Trace):
         return Value(self, self.new_input(self.registry.group("value", kind), value), kind)
 
     def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, *, symbolic_zeros):
+        if self.has_numbers:
+            check_rule(fun)
         call = calling_with_forward_rule(primitive, fun, jvp, symbolic_zeros=symbolic_zeros)
         return record_custom(self, (fun, jvp), call, list(map(read_by_jax, tracers)))
 
     def process_custom_vjp_call(
         self, primitive, fun, fwd, bwd, tracers, /, *, out_trees, symbolic_zeros
     ):
+        if self.has_numbers:
+            check_rule(fun)
         told = {"out_trees": out_trees, "symbolic_zeros": symbolic_zeros}
         call = calling_with_reverse(primitive, fun, fwd, bwd, **told)
         return record_custom(self, (fun, fwd, bwd), call, list(map(read_by_jax, tracers)))

@@ -76,6 +76,10 @@ SPELLINGS = {
     "a cell": (lambda w, i: scaled(w, i[0], i[1] - 1), lambda x, r: (x, r)),
     "in an array": (lambda w, i: w @ jnp.array([i[1], 1.0, i[1]]), lambda x, r: (x, r)),
     "compared by JAX": (lambda w, i: jnp.where(i[1] > 0, w @ i[0], 0.0), lambda x, r: (x, r)),
+    "rules of JAX": (
+        lambda w, i: jax.checkpoint(lambda y: jax.nn.relu(y) * i[1])(jax.nn.softplus(w @ i[0])),
+        lambda x, r: (x, r),
+    ),
     "a loop": (solved, lambda x, r: {"x": x, "rate": r, "end": np.float32(1 + abs(r))}),
     "beside rows": (
         lambda w, i: jnp.mean(i["x"] @ w, 0) * i["y"],
@@ -153,6 +157,15 @@ def looks_up(w, instance):
     return w @ instance[0] * TABLE.get(instance[1], 3.0)
 
 
+def makes_a_rule(w, instance):
+    @jax.custom_jvp
+    def scaled_by(x):
+        return x * instance[1]
+
+    scaled_by.defjvp(lambda xs, ts: (scaled_by(*xs), ts[0] * instance[1]))
+    return jax.checkpoint(scaled_by)(w @ instance[0])
+
+
 def closes_over(w, instance):
     rate = instance[1]
     return jedbatch.cell(lambda w, x: w @ x * (rate // 0.1), name="closing")(w, instance[0])
@@ -182,6 +195,7 @@ def catches(w, instance):
         (needs_number, "the value of one at .*test_floats.py"),
         (needs_array, "the value of one at .*test_floats.py"),
         (looks_up, "the value of one at .*test_floats.py"),
+        (makes_a_rule, "the value of one at .*test_floats.py"),
         (closes_over, "the value of one at .*test_floats.py"),
         (passes_by_keyword, "the value of one at .*test_floats.py"),
         (asks_type, "asks for types"),
