@@ -38,23 +38,14 @@ class Form:
 
     Attributes:
       arithmetic: what Python computes with the floats.
-      are_operands: whether they are operands.
       places: of the floats among the arrays and floats of an instance.
+      met: sets of floats, up to some.
     """
 
     def __init__(self, places: Sequence[int]):
         self.arithmetic = Arithmetic()
-        self.are_operands = False
         self.places = places
-        self._sets: set[tuple] = set()
-
-    def note(self, floats: Sequence[Any]) -> None:
-        """Takes note of the floats of an instance."""
-        if not self.are_operands:
-            self._sets.add(tuple(floats))
-            if len(self._sets) > MAX_CONSTANT_NUMBERS:
-                self.are_operands = True
-                self._sets.clear()
+        self.met: set[tuple] = set()
 
     def arrays(self, arrays: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
         """Returns the arrays of an instance with others for its floats, and operands after them."""
@@ -176,12 +167,12 @@ class Floats:
         self._forms: dict[Hashable, Form] = Memory(None, budget, lambda *_: FORM_BYTES)
         self._of_lengths: dict[Hashable, Form | None] = Memory(None, budget, lambda *_: FORM_BYTES)
         self._left = MOST_TRIED
-        self._are_some_operands = False
+        self._are_operands = False
 
     @property
     def are_looked_at(self) -> bool:
         """Returns whether floats may be operands."""
-        return self.apart is None and (self._are_some_operands or self._left > 0)
+        return self.apart is None and (self._are_operands or self._left > 0)
 
     def form(
         self,
@@ -213,11 +204,19 @@ class Floats:
         self._of_lengths[key] = form
         return form
 
+    def note(self, form: Form, floats: Sequence[Any]) -> None:
+        """Takes note of the floats of an instance: with many of a form, all are operands.
+
+        Where those of some forms were constants still, operations would have two types.
+        """
+        if not self._are_operands:
+            form.met.add(tuple(floats))
+            self._are_operands = len(form.met) > MAX_CONSTANT_NUMBERS
+
     def floating(self, instance: tuple, form: Form, floats: list[Any]) -> Any:
         """Returns (an instance whose floats are operands, the operands); None if they are not."""
-        if not form.are_operands:
+        if not self._are_operands:
             return None
-        self._are_some_operands = True
         try:
             operands = form.arithmetic.results(dict(zip(form.places, floats, strict=True)))
         except Exception:  # Python raises it again where it runs the function, if it gets there

@@ -406,8 +406,8 @@ class Recorder(Trace):
 
     def slow_path(self, cell: Cell, args: tuple, static: dict) -> PyTree:
         """Records a call of a cell: any pytrees of anything."""
-        if self.has_numbers:
-            args = jax.tree.map(read_by_jax, args)
+        if self.has_numbers and any(type(x) is PythonNumber for x in jax.tree.leaves(args)):
+            return self.call_cell(cell, jax.tree.map(read_by_jax, args), static)
         return slow_path(self, cell, args, static)
 
     def cell_call_spec(

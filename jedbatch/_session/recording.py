@@ -248,7 +248,7 @@ class Recording:
             without, own = without_floats(key)
             form = floats.form(without, instances[i], own, without_lengths)
             if form is not None:
-                form.note(own)
+                floats.note(form, own)
                 met.append((i, without, form, own))
         found = {}
         for i, without, form, own in met:
