@@ -592,7 +592,7 @@ def test_each_number_alone():
             np.testing.assert_allclose(found, right, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("how", "types"), [("full", 3), ("sum of constants", 3), ("NumPy", 2)])
+@pytest.mark.parametrize(("how", "types"), [("full", 4), ("sum of constants", 3), ("NumPy", 2)])
 def test_arrays_made_of_numbers_of_the_instance(how, types):
     """Weights meet them in operations without values of the instance; JAX makes them in nodes."""
 
