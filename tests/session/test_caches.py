@@ -271,7 +271,7 @@ def test_a_few_of_many_instances_are_recorded_ahead():
 
     rng = np.random.default_rng(0)
     sizes = rng.integers(30, 40, 70).tolist()
-    instances = [tuple(rng.uniform(size=n).tolist()) for n in sizes]
+    instances = [tuple(rng.integers(1, 9, n).tolist()) for n in sizes]
     batched = jedbatch.batch(polynomial)
     plan = batched.plan(0.5, [*instances, *instances[:3], instances[60]])
     assert plan.host.num_known == 4
