@@ -22,13 +22,15 @@ from jedbatch._record.arithmetic import Arithmetic, Operands, PythonNumber, as_j
 from jedbatch._record.cell import recording
 from jedbatch._record.inlining import INSTALLED, JAX_FOLDER
 from jedbatch._record.instance_arrays import is_float_type, with_arrays_for_floats
+from jedbatch._record.lifting import Lifting
 from jedbatch._record.registry import MAX_CONSTANT_NUMBERS
 from jedbatch._record.symbols import RecorderLike, Value
 from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.types import Array, PyTree
 from jedbatch.errors import SymbolicValueError
 
-MOST_TRIED = 64  # instances that are looked at for floats before there are operands
+MOST_TRIED = 64  # instances of new forms, before floats are constants
+AGAIN = 3  # new forms that an instance of one met before makes up for
 FORM_BYTES = 1 << 11  # of what is known of a form, about
 NO_ARRAY = np.zeros((), np.float32)
 
@@ -39,13 +41,22 @@ class Form:
     Attributes:
       arithmetic: what Python computes with the floats.
       places: of the floats among the arrays and floats of an instance.
-      met: sets of floats, up to some.
     """
 
     def __init__(self, places: Sequence[int]):
         self.arithmetic = Arithmetic()
         self.places = places
-        self.met: set[tuple] = set()
+        self._met: set[tuple] = set()
+
+    @property
+    def are_operands(self) -> bool:
+        """Returns whether more sets of floats were met than are constants."""
+        return len(self._met) > MAX_CONSTANT_NUMBERS
+
+    def note(self, floats: Sequence[Any]) -> None:
+        """Takes note of the floats of an instance."""
+        if not self.are_operands:
+            self._met.add(tuple(floats))
 
     def arrays(self, arrays: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
         """Returns the arrays of an instance with others for its floats, and operands after them."""
@@ -156,23 +167,28 @@ def check_rule(function: Any) -> None:
 class Floats:
     """Which floats of instances are operands.
 
+    Those of new forms are constants: to record numbers in their place takes many times as long, and
+    pays where instances have forms that were met before. But where numbers in bodies of loops are
+    operands (see `Lifting`), floats of all forms are: operations would have two types.
+
     Attributes:
       apart: why floats are constants, however many there are; None if they need not be.
       revision: how often other operands were found.
     """
 
-    def __init__(self, budget: Budget):
+    def __init__(self, lifting: Lifting, budget: Budget):
         self.apart: str | None = None
         self.revision = 0
-        self._forms: dict[Hashable, Form] = Memory(None, budget, lambda *_: FORM_BYTES)
+        self._forms: dict[Hashable, Form | None] = Memory(None, budget, lambda *_: FORM_BYTES)
         self._of_lengths: dict[Hashable, Form | None] = Memory(None, budget, lambda *_: FORM_BYTES)
+        self._lifting = lifting
         self._left = MOST_TRIED
-        self._are_operands = False
+        self._are_some_operands = False
 
     @property
     def are_looked_at(self) -> bool:
         """Returns whether floats may be operands."""
-        return self.apart is None and (self._are_operands or self._left > 0)
+        return self.apart is None and self._left > 0
 
     def form(
         self,
@@ -189,34 +205,23 @@ class Floats:
           floats: in order.
           without_lengths: makes a key that does not depend on lengths of arrays.
         """
-        self._left -= 1
-        if not floats or key in self._of_lengths:
-            return self._of_lengths[key] if floats else None
-        form = None
-        try:
-            leaves = with_arrays_for_floats(instance)[1]
-        except (ValueError, RecursionError):  # it holds itself, or is deep
-            leaves = []
-        kinds: list[Any] = list(map(type, leaves))
-        places = [k for k, kind in enumerate(kinds) if is_float_type(kind)]
-        if list(map(repr, floats)) == [repr(leaves[k]) for k in places]:  # none is in an attribute
-            form = self._forms.setdefault(without_lengths(key), Form(places))
-        self._of_lengths[key] = form
+        form = self._of_lengths.get(key)
+        if form is None and floats and key not in self._of_lengths:
+            general = without_lengths(key)
+            form = self._of_lengths[key] = self._forms.get(general)
+            if form is None:
+                form = self._of_lengths[key] = self._forms[general] = _form_of(instance, floats)
+                self._left -= 1
+                return form
+        self._left = min(MOST_TRIED, self._left + AGAIN) if form else self._left - 1
         return form
-
-    def note(self, form: Form, floats: Sequence[Any]) -> None:
-        """Takes note of the floats of an instance: with many of a form, all are operands.
-
-        Where those of some forms were constants still, operations would have two types.
-        """
-        if not self._are_operands:
-            form.met.add(tuple(floats))
-            self._are_operands = len(form.met) > MAX_CONSTANT_NUMBERS
 
     def floating(self, instance: tuple, form: Form, floats: list[Any]) -> Any:
         """Returns (an instance whose floats are operands, the operands); None if they are not."""
-        if not self._are_operands:
+        are_lifted = self._are_some_operands and self._lifting.num_lifted > 0
+        if not (form.are_operands or are_lifted):
             return None
+        self._are_some_operands = True
         try:
             operands = form.arithmetic.results(dict(zip(form.places, floats, strict=True)))
         except Exception:  # Python raises it again where it runs the function, if it gets there
@@ -234,6 +239,18 @@ class Floats:
                 found = True
         self.revision += found
         return found
+
+
+def _form_of(instance: tuple, floats: Sequence[Any]) -> Form | None:
+    """Returns a new form; None if some floats of an instance are not among its parts."""
+    try:
+        leaves = with_arrays_for_floats(instance)[1]
+    except (ValueError, RecursionError):  # it holds itself, or is deep
+        return None
+    kinds: list[Any] = list(map(type, leaves))
+    places = [k for k, kind in enumerate(kinds) if is_float_type(kind)]
+    same = list(map(repr, floats)) == [repr(leaves[k]) for k in places]  # none is in an attribute
+    return Form(places) if same else None
 
 
 def without_floats(key: tuple[Hashable, ...]) -> tuple[tuple[Hashable, ...], list[Any]]:

@@ -123,7 +123,7 @@ class RecordCache:
     def __init__(self, registry: Registry, options: Options, target: Target):
         self.registry = registry
         self.num_recorded = 0
-        self.floats = Floats(registry.budget)
+        self.floats = Floats(registry.lifting, registry.budget)
         self.grouping = GRANULARITIES[options.granularity or "cell"](registry)
         self.merging = Merging(registry) if options.granularity is None else None
         self.unmarked: Blocks | None = self.merging.blocks if self.merging else None

@@ -200,9 +200,8 @@ class Recording:
         if self.key is None and any(given) and len(kept) == len(new) and not floating:
             cache.keep(subjects, records, arrays)
         if self.key is None:
-            stay = set(itertools.compress(others, constant)) - set(
-                floating
-            )  # and have an identity of their own
+            # Those that stay have an identity of their own.
+            stay = set(itertools.compress(others, constant)).difference(floating)
             same = [i for i in kept if i in stay and len(instances[i]) == 1]
             cache.keep_seen([subjects[i] for i in same], [records[i] for i in same])
         return records, arrays, tracers, len(instances) - len(new)
@@ -248,7 +247,7 @@ class Recording:
             without, own = without_floats(key)
             form = floats.form(without, instances[i], own, without_lengths)
             if form is not None:
-                floats.note(form, own)
+                form.note(own)
                 met.append((i, without, form, own))
         found = {}
         for i, without, form, own in met:

@@ -459,3 +459,30 @@ def test_what_a_cell_holds_may_change_between_two_calls(change):
         found, wanted = batched(params, [X, X + 1]), [fn(params, x) for x in (X, X + 1)]
         for k in range(2):
             np.testing.assert_allclose(found[k], np.stack([w[k] for w in wanted]), rtol=1e-6)
+
+
+def test_unseen_trees_of_floats_take_the_fast_path(taken):
+    """Floats of forms that were met before are operands; those of new ones are constants."""
+    rng = np.random.default_rng(0)
+
+    def tree(size):
+        if size == 1:
+            return "leaf", float(rng.normal())
+        left = int(rng.integers(1, size))
+        return "node", tree(left), tree(size - left)
+
+    def fn(params, tree):
+        if tree[0] == "leaf":
+            return combine(params, X, tree[1])
+        return combine(params, fn(params, tree[1]), fn(params, tree[2]))
+
+    def trees():
+        return [tree(size) for size in [1] * 8 + rng.integers(8, 25, 24).tolist()]
+
+    batched = jedbatch.batch(fn)
+    for _ in range(6):
+        batched.plan(P, trees())
+    taken.clear()
+    plan = batched.plan(P, trees())
+    assert not taken
+    assert plan.host.num_known >= 8
