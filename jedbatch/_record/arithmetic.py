@@ -25,7 +25,7 @@ from jax.extend.core import set_current_trace
 
 from jedbatch._jaxpr.interpret import names_in
 from jedbatch._jaxpr.numbers import MAX_ELEMENTS, Number, literal
-from jedbatch._record.instance_arrays import array_type, is_float_type
+from jedbatch._record.instance_arrays import FLOAT_TYPES, array_type
 from jedbatch._support.types import Array
 
 OPERATORS = names_in("add sub mul truediv floordiv mod pow matmul lshift rshift and or xor")
@@ -149,7 +149,7 @@ def as_jax_sees(x: Any) -> Number:
     Raises `OverflowError` for whole numbers that JAX has no type for.
     """
     kind: Any = type(x)
-    if is_float_type(kind):
+    if kind in FLOAT_TYPES:
         dtype, weak = _type_of_float(kind, jax.config.jax_enable_x64)  # type: ignore[attr-defined]
         return Number(np.asarray(x, dtype), weak)
     if kind is np.ndarray:  # in 64 bits it may be: JAX rounds what is closed over

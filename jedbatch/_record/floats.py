@@ -21,7 +21,7 @@ from jedbatch._jaxpr.versions import without_consts
 from jedbatch._record.arithmetic import Arithmetic, Operands, PythonNumber, as_jax_sees
 from jedbatch._record.cell import recording
 from jedbatch._record.inlining import INSTALLED, JAX_FOLDER
-from jedbatch._record.instance_arrays import is_float_type, with_arrays_for_floats
+from jedbatch._record.instance_arrays import FLOAT_TYPES, with_arrays_for_floats
 from jedbatch._record.lifting import Lifting
 from jedbatch._record.registry import MAX_CONSTANT_NUMBERS
 from jedbatch._record.symbols import RecorderLike, Value
@@ -29,8 +29,7 @@ from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.types import Array, PyTree
 from jedbatch.errors import SymbolicValueError
 
-MOST_TRIED = 64  # instances of new forms, before floats are constants
-AGAIN = 3  # new forms that an instance of one met before makes up for
+MOST_TRIED = 64  # more instances of new forms than of others, before floats are constants
 FORM_BYTES = 1 << 11  # of what is known of a form, about
 NO_ARRAY = np.zeros((), np.float32)
 
@@ -40,12 +39,13 @@ class Form:
 
     Attributes:
       arithmetic: what Python computes with the floats.
-      places: of the floats among the arrays and floats of an instance.
+      places: of the floats among the arrays and floats of an instance; None as long as nobody has
+        looked, empty if some floats are none of its parts.
     """
 
-    def __init__(self, places: Sequence[int]):
+    def __init__(self) -> None:
         self.arithmetic = Arithmetic()
-        self.places = places
+        self.places: Sequence[int] | None = None
         self._met: set[tuple] = set()
 
     @property
@@ -53,15 +53,15 @@ class Form:
         """Returns whether more sets of floats were met than are constants."""
         return len(self._met) > MAX_CONSTANT_NUMBERS
 
-    def note(self, floats: Sequence[Any]) -> None:
+    def note(self, floats: tuple) -> None:
         """Takes note of the floats of an instance."""
         if not self.are_operands:
-            self._met.add(tuple(floats))
+            self._met.add(floats)
 
     def arrays(self, arrays: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
         """Returns the arrays of an instance with others for its floats, and operands after them."""
         found = list(arrays)
-        for place in self.places:
+        for place in self.places or ():
             found.insert(place, NO_ARRAY)
         return [*found, *operands]
 
@@ -95,7 +95,7 @@ class Floating(tuple):
           recorder: records the instance.
           kinds: the ids of the types of its arrays and operands.
         """
-        floats = dict(zip(self.form.places, self.floats, strict=True))
+        floats = dict(zip(self.form.places or (), self.floats, strict=True))
         first, types = len(kinds) - len(self.weak), recorder.registry
         values: list[Any] = []
         for k, kind in enumerate(kinds):
@@ -179,8 +179,8 @@ class Floats:
     def __init__(self, lifting: Lifting, budget: Budget):
         self.apart: str | None = None
         self.revision = 0
-        self._forms: dict[Hashable, Form | None] = Memory(None, budget, lambda *_: FORM_BYTES)
-        self._of_lengths: dict[Hashable, Form | None] = Memory(None, budget, lambda *_: FORM_BYTES)
+        self._forms: dict[Hashable, Form] = Memory(None, budget, lambda *_: FORM_BYTES)
+        self._of_lengths: dict[Hashable, Form] = Memory(None, budget, lambda *_: FORM_BYTES)
         self._lifting = lifting
         self._left = MOST_TRIED
         self._are_some_operands = False
@@ -193,35 +193,47 @@ class Floats:
     def form(
         self,
         key: tuple[Hashable, ...],
-        instance: tuple,
-        floats: Sequence[Any],
-        without_lengths: Callable[[Hashable], Hashable],
-    ) -> Form | None:
-        """Returns the form of an instance; None if it has no floats, or they are constants.
+        without_lengths: Callable[[Hashable], Hashable] | None,
+    ) -> Form:
+        """Returns the form of an instance.
 
         Args:
           key: of the instance, without the values of floats.
-          instance: the instance.
-          floats: in order.
-          without_lengths: makes a key that does not depend on lengths of arrays.
+          without_lengths: makes a key that does not depend on lengths of arrays, if it has some.
         """
-        form = self._of_lengths.get(key)
-        if form is None and floats and key not in self._of_lengths:
-            general = without_lengths(key)
-            form = self._of_lengths[key] = self._forms.get(general)
+        form = self._of_lengths.get(key) if without_lengths else None
+        if form is None:
+            general = without_lengths(key) if without_lengths else key
+            form = self._forms.get(general)
             if form is None:
-                form = self._of_lengths[key] = self._forms[general] = _form_of(instance, floats)
-                self._left -= 1
-                return form
-        self._left = min(MOST_TRIED, self._left + AGAIN) if form else self._left - 1
+                self._left -= 2
+                form = self._forms[general] = Form()
+            if without_lengths:
+                self._of_lengths[key] = form
+        self._left = min(MOST_TRIED, self._left + 1)
         return form
 
-    def floating(self, instance: tuple, form: Form, floats: list[Any]) -> Any:
-        """Returns (an instance whose floats are operands, the operands); None if they are not."""
+    def note_none(self) -> None:
+        """Takes note of an instance without floats."""
+        self._left -= 1
+
+    def floating(self, instance: tuple, form: Form, written: Sequence[tuple[Any, ...]]) -> Any:
+        """Returns (an instance whose floats are operands, the operands); None if they are not.
+
+        Args:
+          instance: the instance.
+          form: of it.
+          written: its floats as in its key.
+        """
         are_lifted = self._are_some_operands and self._lifting.num_lifted > 0
         if not (form.are_operands or are_lifted):
             return None
         self._are_some_operands = True
+        floats = [_float_of(*x) for x in written]
+        if form.places is None:
+            form.places = _places_of(instance, floats)
+        if not form.places:
+            return None
         try:
             operands = form.arithmetic.results(dict(zip(form.places, floats, strict=True)))
         except Exception:  # Python raises it again where it runs the function, if it gets there
@@ -241,25 +253,28 @@ class Floats:
         return found
 
 
-def _form_of(instance: tuple, floats: Sequence[Any]) -> Form | None:
-    """Returns a new form; None if some floats of an instance are not among its parts."""
+def _places_of(instance: tuple, floats: Sequence[Any]) -> list[int]:
+    """Returns the places of floats among the arrays and floats of an instance.
+
+    There are none if some floats are in attributes of objects that are no containers.
+    """
     try:
         leaves = with_arrays_for_floats(instance)[1]
     except (ValueError, RecursionError):  # it holds itself, or is deep
-        return None
-    kinds: list[Any] = list(map(type, leaves))
-    places = [k for k, kind in enumerate(kinds) if is_float_type(kind)]
-    same = list(map(repr, floats)) == [repr(leaves[k]) for k in places]  # none is in an attribute
-    return Form(places) if same else None
+        return []
+    places = [k for k, x in enumerate(leaves) if type(x) in FLOAT_TYPES]
+    return places if list(map(repr, floats)) == [repr(leaves[k]) for k in places] else []
 
 
-def without_floats(key: tuple[Hashable, ...]) -> tuple[tuple[Hashable, ...], list[Any]]:
+def without_floats(
+    key: tuple[Hashable, ...],
+) -> tuple[tuple[Hashable, ...], tuple[tuple[Any, ...], ...]]:
     """Returns the key of an instance (see `written_key`) without values of floats, and these."""
-    found, floats = list(key), []
-    for k, token in enumerate(key):
-        if type(token) is tuple and len(token) in (2, 3) and is_float_type(token[0]):
-            found[k] = token[:1]
-            floats.append(_float_of(*token))
+    places = [k for k, x in enumerate(key) if type(x) is tuple and x and x[0] in FLOAT_TYPES]
+    found: list[Any] = list(key)
+    floats = tuple([found[k] for k in places])
+    for k in places:
+        found[k] = found[k][:1]
     return tuple(found), floats
 
 

@@ -35,6 +35,15 @@ ArrayType = tuple[tuple[int, ...], Any, bool]  # (shape, dtype, weak)
 _NO_NUMBERS = frozenset(
     {np.object_, np.str_, np.bytes_, np.void, np.datetime64, np.timedelta64, str}
 )
+# The types of floats and complex numbers of Python and of NumPy.
+FLOAT_TYPES = frozenset(
+    {float, complex, *(np.dtype(code).type for code in "efdgFDG")}
+    | {
+        jnp.dtype(x).type
+        for x in vars(jnp).values()
+        if isinstance(x, type(jnp.float32)) and jnp.issubdtype(x, np.inexact)
+    }
+)
 _WIDE_DTYPES = frozenset({np.dtype(np.float64), np.dtype(np.complex128)})
 # What JAX makes of arrays of these, in 32-bit mode and in 64-bit mode.
 SAME_DTYPES = {x: jnp.dtype(x) for x in map(np.dtype, ("float32", "int32", "bool", "uint8"))}
@@ -162,15 +171,6 @@ def with_arrays_for_floats(instance: PyTree) -> tuple[PyTree, list[Leaf]]:
     return _replaced(instance, None, found, {}), found
 
 
-@functools.lru_cache(512)
-def is_float_type(kind: Any) -> bool:
-    """True of the types of floats and complex numbers of Python and of NumPy, but not of arrays."""
-    if kind is float or kind is complex:
-        return True
-    is_scalar = isinstance(kind, type) and issubclass(kind, np.generic)
-    return is_scalar and bool(jnp.issubdtype(kind, np.inexact))
-
-
 def _replaced(
     x: Leaf,
     arrays: Iterator[object] | None,
@@ -188,7 +188,7 @@ def _replaced(
       done: what stands for parts met before, by id, and these, so that no other has their id.
     """
     kind: Any = type(x)
-    if found is not None and is_float_type(kind):
+    if found is not None and kind in FLOAT_TYPES:
         found.append(x)
         return np.zeros((), np.float32)
     if kind in PLAIN_TYPES:

@@ -245,10 +245,12 @@ class Recording:
             if key is None:
                 continue
             without, own = without_floats(key)
-            form = floats.form(without, instances[i], own, without_lengths)
-            if form is not None:
-                form.note(own)
-                met.append((i, without, form, own))
+            if not own:
+                floats.note_none()
+                continue
+            form = floats.form(without, without_lengths if arrays[i] else None)
+            form.note(own)
+            met.append((i, without, form, own))
         found = {}
         for i, without, form, own in met:
             made = floats.floating(instances[i], form, own)

@@ -477,7 +477,7 @@ def test_unseen_trees_of_floats_take_the_fast_path(taken):
         return combine(params, fn(params, tree[1]), fn(params, tree[2]))
 
     def trees():
-        return [tree(size) for size in [1] * 8 + rng.integers(8, 25, 24).tolist()]
+        return [tree(size) for size in [1] * 20 + rng.integers(8, 25, 12).tolist()]
 
     batched = jedbatch.batch(fn)
     for _ in range(6):
@@ -485,4 +485,4 @@ def test_unseen_trees_of_floats_take_the_fast_path(taken):
     taken.clear()
     plan = batched.plan(P, trees())
     assert not taken
-    assert plan.host.num_known >= 8
+    assert plan.host.num_known == 20
