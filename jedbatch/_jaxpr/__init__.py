@@ -70,6 +70,5 @@ Read in this order:
    zeros first.
 43. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
-47. `faults`: Who made a NaN: `jax_debug_nans` and `jax_debug_infs` look at what a program
-   returns.
+47. `faults`: Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
 """

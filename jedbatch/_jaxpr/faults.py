@@ -1,4 +1,4 @@
-"""Who made a NaN: `jax_debug_nans` and `jax_debug_infs` look at what a program returns.
+"""Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
 
 A program runs all batches of all cells, so its results do not say whose they were. Where JAX finds
 a fault in them, the same function runs once more, one operation after the other.

@@ -20,7 +20,7 @@ from jedbatch._jaxpr.same_programs import RULES_OF
 from jedbatch._jaxpr.versions import without_consts
 from jedbatch._record.arithmetic import Arithmetic, Operands, PythonNumber, as_jax_sees
 from jedbatch._record.cell import recording
-from jedbatch._record.inlining import INSTALLED, JAX_FOLDER
+from jedbatch._record.inlining import is_of_user
 from jedbatch._record.instance_arrays import FLOAT_TYPES, with_arrays_for_floats
 from jedbatch._record.lifting import Lifting
 from jedbatch._record.registry import MAX_CONSTANT_NUMBERS
@@ -158,7 +158,7 @@ def check_rules(program: Any) -> None:
 def check_rule(function: Any) -> None:
     """Raises `SymbolicValueError` unless a function with a derivative rule is of a library."""
     source = getattr(getattr(function, "debug_info", None), "func_src_info", None) or ""
-    if not any(folder in source for folder in (JAX_FOLDER, *INSTALLED)):
+    if is_of_user(source):
         raise SymbolicValueError(
             f"a function with a derivative rule ({source}) may hold floats of the instance."
         )

@@ -20,7 +20,7 @@ from jedbatch._support.types import Leaf
 PROGRAMS = {"jit", "remat2"}  # operations that run a program, and do nothing else
 MAX_PROGRAMS = 4  # of a function that is not inlined
 JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
-INSTALLED = "site-packages", os.path.dirname(os.path.dirname(__file__)) + os.sep
+INSTALLED = JAX_FOLDER, "site-packages", os.path.dirname(os.path.dirname(__file__)) + os.sep
 
 
 def record_inlined(
@@ -47,12 +47,17 @@ def record_inlined(
     size = len(body.invars), len(body.eqns)
     of = "inlined", primitive.name, function, params.get("name")  # which wrappers may share
     if not recorder.registry.variants.are_many(of, size, MAX_PROGRAMS):
-        if primitive.name == "jit" and not any(x in function for x in INSTALLED):
+        if primitive.name == "jit" and is_of_user(function):
             why = f"goes through `jax.jit` ({function}); write `@jedbatch.cell` above `@jax.jit`"
             recorder.registry.slow_calls[params["name"], why] += 1
         return None
     with set_current_trace(recorder):
         return jax.core.eval_jaxpr(body, consts, *args)
+
+
+def is_of_user(source: str) -> bool:
+    """Returns whether a function, as "name at file:line", is of no installed package, nor ours."""
+    return not any(folder in source for folder in INSTALLED)
 
 
 def without_jit(function: Callable) -> Callable:

@@ -55,9 +55,9 @@ class Options:
 
     @property
     def plans(self) -> bool:
-        """Whether every minibatch is planned, also where another way is known to run it.
+        """True if every minibatch is planned, also where another way is known to run it.
 
-        Plans say who made a NaN.
+        Plans tell which cell made a NaN.
         """
         return self.key is not None or finds_faults()
 

@@ -251,7 +251,7 @@ class RecordCache:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """What is assumed of instances, for printed plans."""
+        """Assumptions about instances, for printed plans."""
         why = self.floats.apart
         return () if why is None else (f"instances are told apart by their floats, since {why}",)
 
