@@ -86,6 +86,8 @@ from jedbatch._record.watched import Watched, hold_the_same
 from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import EscapedValueError
 
+MANY_WATCHED = 64  # containers that are kept for other instances
+
 
 class Recorder(Trace):
     """Records instances, one after the other, into flat lists.
@@ -188,7 +190,8 @@ class Recorder(Trace):
         for memory in (self.known, self.kept, self.leaves):
             memory.clear()
         self.known.update(self.containers)
-        self.watched.clear()
+        if len(self.watched) > MANY_WATCHED:  # others are looked at where they are met again
+            self.watched.clear()
         while self._cells_of_instance:
             cell = self._cells_of_instance.pop()
             self.cells.pop(cell, None)
