@@ -206,6 +206,28 @@ def wrapped_by_jax(value: Array) -> tuple[Any, ...] | None:
     return () if cls.__name__ in _RECORDS_OF_JAX else None
 
 
+def failing_without_trace(forward: Any) -> Any:
+    """Returns a forward rule that leaves what it stored, if a later call of it fails.
+
+    JAX clears what a rule tells about its results before each call for other arguments that are
+    differentiated, and reads it again where it remembers the rest of an earlier call.
+    """
+    last: dict[Any, Any] = {}
+
+    def run(call: Callable, *args: Any) -> Any:
+        try:
+            results = call(*args)
+        except Exception:
+            for store, value in last.items():
+                store.reset()
+                store.store(value)
+            raise
+        last.update((store, store.val) for store in forward.stores if store)
+        return results
+
+    return forward.wrap(run, (), None)
+
+
 @functools.cache
 def traced_number() -> Tracer:
     """A number that JAX traces, of no trace that is left.

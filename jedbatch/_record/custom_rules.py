@@ -33,7 +33,13 @@ from jedbatch._jaxpr.interpret import (
 )
 from jedbatch._jaxpr.numbers import BODIES, literal, traced_bodies
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._jaxpr.versions import RULES_OF, consts_of, traced_rule, without_consts
+from jedbatch._jaxpr.versions import (
+    RULES_OF,
+    consts_of,
+    failing_without_trace,
+    traced_rule,
+    without_consts,
+)
 from jedbatch._record.arithmetic import read_by_jax
 from jedbatch._record.cell import pause
 from jedbatch._record.held import held_values
@@ -287,12 +293,15 @@ def calling_with_forward_rule(primitive: Any, *functions: Any, **told: Any) -> C
     return call
 
 
-def calling_with_reverse(primitive: Any, *functions: Any, **told: Any) -> Callable:
+def calling_with_reverse(
+    primitive: Any, function: Any, forward: Any, back: Any, **told: Any
+) -> Callable:
     """Returns the same of a function with a rule for the reverse."""
+    forward = failing_without_trace(forward)
 
     def call(*values):
         with take_current_trace() as trace, set_current_trace(trace):
-            return trace.process_custom_vjp_call(primitive, *functions, values, **told)
+            return trace.process_custom_vjp_call(primitive, function, forward, back, values, **told)
 
     return call
 

@@ -42,15 +42,19 @@ def test_checkpointed_loops_are_the_loops(mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [False, True])
-def test_gradients_of_checkpointed_loops_are_the_loops(rows):
-    if rows:
-        given = tuple(map(jnp.stack, zip(*INSTANCES, strict=True)))
+@pytest.mark.parametrize("given", ["rows", "arrays", "numbers"])
+def test_gradients_of_checkpointed_loops_are_the_loops(given):
+    """The loop has an assertion that its end is not differentiated, which is tried for refusals."""
+    args: tuple
+    if given == "rows":
+        args = tuple(map(jnp.stack, zip(*INSTANCES, strict=True)))
         of_rows = lambda p, x, end: checkpointed(p, (x, end))  # noqa: E731
         batched = jedbatch.batch(of_rows, in_axes=(None, 0, 0))
     else:
-        given, batched = (INSTANCES,), jedbatch.batch(checkpointed)
-    ours = jax.grad(lambda p: jnp.square(batched(p, *given)[0]).sum())(PARAMS)
+        end_of = jnp.asarray if given == "arrays" else np.float32
+        args = ([(x, end_of(end)) for x, end in INSTANCES],)
+        batched = jedbatch.batch(checkpointed)
+    ours = jax.grad(lambda p: jnp.square(batched(p, *args)[0]).sum())(PARAMS)
     alone = jax.jit(jax.grad(lambda p, x: jnp.square(checkpointed(p, x)[0]).sum()))
     theirs = jax.tree.map(lambda *xs: sum(xs), *[alone(PARAMS, x) for x in INSTANCES])
     assert_close(ours, theirs, 1e-4)
