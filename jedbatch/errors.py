@@ -84,6 +84,15 @@ class EscapedValueError(RuntimeError):
             h = layer(params, x)
             kept.append(h)      # h leaves through the list: return it instead
             return h
+
+    A function with a derivative rule, `jax.custom_vjp` or `jax.custom_jvp`, holds no values of the
+    instance, cell, loop or branch that it is made in: JAX runs its rules later. It gets them as
+    arguments, whose gradient may be None:
+
+        @jax.custom_vjp
+        def clipped(y, bound): return y
+        clipped.defvjp(lambda y, bound: (y, bound),
+                       lambda bound, slope: (jnp.clip(slope, -bound, bound), None))
     """
 
 

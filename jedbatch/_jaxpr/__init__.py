@@ -7,7 +7,8 @@ Read in this order:
 1. `configuration`: The state of JAX in this thread: its configuration, what is being traced, where
    arrays are.
 2. `versions`: Differences between versions of JAX: 0.10, 0.11 and 0.12.
-3. `closed_over`: Arrays with respect to which nothing has a derivative.
+3. `closed_over`: What derivative rules of the user's may not read: values that are gone when JAX
+   runs them.
 4. `interpret`: Handling programs of JAX equation by equation, with public names only.
 5. `known_functions`: Elementwise functions of JAX with a derivative rule of their own.
 6. `early_part`: A program in two: products that need some operands only, and all else.

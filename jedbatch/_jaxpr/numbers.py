@@ -9,8 +9,7 @@ it reads and then the numbers of its bodies; at last the literals among the resu
 """
 
 import functools
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -138,12 +137,8 @@ def run_program(
     program: Any,
     position: int,
     *args: Array,
-    replaced: Mapping[str, Callable] = types.MappingProxyType({}),
 ) -> list[Array]:
-    """Runs a program whose first number has this position, some of whose numbers are replaced.
-
-    So are operations with these names, outside of bodies.
-    """
+    """Runs a program whose first number has this position, some of whose numbers are replaced."""
 
     def next_number(value: object) -> Array:
         nonlocal position
@@ -166,9 +161,7 @@ def run_program(
         for body in bodies:
             starts.append(position)
             position += sum(1 for _ in numbers_of(body))
-        if eqn.primitive.name in replaced:
-            results = replaced[eqn.primitive.name](*values)
-        elif starts and any(starts[0] <= k < position for k in numbers):
+        if starts and any(starts[0] <= k < position for k in numbers):
             functions = [
                 functools.partial(run_program, numbers, body, start)
                 for body, start in zip(bodies, starts, strict=True)

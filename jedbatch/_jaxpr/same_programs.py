@@ -5,12 +5,10 @@ both ways, and the programs count as the same if they are written alike (see `Ke
 depends on constants alone is evaluated.
 
 A derivative rule of the user's (`jax.custom_vjp`, `jax.custom_jvp`) says what no equation of a
-program does. So where programs have some, their derivatives must be the same as well, and those of
-these: they run the rules.
+program does; it is written with the operation that it belongs to (see `Keys.rule_key`).
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,11 +19,9 @@ from jax.core import Tracer
 
 from jedbatch._jaxpr.interpret import (
     bodies_of,
-    has_gradient,
     interpret,
     is_fixed,
     names_in,
-    performs,
     run_equation,
     run_with_bodies,
     used_variables,
@@ -43,15 +39,9 @@ from jedbatch._jaxpr.versions import (
 MOVES = names_in(
     "broadcast_in_dim convert_element_type copy copy_p reshape squeeze stop_gradient transpose"
 )
-MAX_DERIVATIVES = 3  # of programs with rules, each of the one before
 
 # Returns a program without its numbers, written, and these (see `Keys.written`).
 Written = Callable[[Any], tuple[Any, tuple[Number, ...]]]
-
-
-def has_rules(program: Any) -> bool:
-    """True of programs with functions that have derivative rules, however deep inside."""
-    return performs(program, *RULES_OF)
 
 
 def is_same_with(numbers: Sequence[Number], program: Any, constant: Any, written: Written) -> bool:
@@ -65,32 +55,6 @@ def is_same_with(numbers: Sequence[Number], program: Any, constant: Any, written
     """
     pair = _both(numbers, program, constant)
     return pair is not None and _are_same(*pair, written)
-
-
-def has_same_rules_with(
-    numbers: Sequence[Number], program: Any, constant: Any, written: Written
-) -> bool:
-    """Returns the same of programs with derivative rules, whose derivatives are compared instead.
-
-    They are those in reverse. A rule for forward mode mostly calls its function again, so
-    derivatives beyond the third are not compared.
-    """
-    pair = _both(numbers, program, constant)
-    if pair is None:
-        return False
-    ours, theirs = pair
-    for order in range(MAX_DERIVATIVES + 1):
-        if order:
-            ours, theirs = _pulled_back(ours), _pulled_back(theirs)
-        if isinstance(ours, TypeError) and isinstance(theirs, TypeError):
-            return order > 1 and str(ours) == str(theirs)  # there is a first derivative alone
-        if isinstance(ours, Exception) or isinstance(theirs, Exception):
-            return False
-        if not _are_same(_apart(ours), _apart(theirs), written):
-            return False
-        if not (has_rules(ours) or has_rules(theirs)):
-            break
-    return True
 
 
 def _both(numbers: Sequence[Number], program: Any, constant: Any) -> tuple[Any, Any] | None:
@@ -114,42 +78,15 @@ def _are_same(ours: Any, theirs: Any, written: Written) -> bool:
     return ours == theirs and all(map(_is_equal, own_numbers, numbers))
 
 
-def _pulled_back(program: Any) -> Any:
-    """The program of cotangents of its arguments, of the arguments and cotangents of its results.
-
-    Arguments and results without a gradient have no cotangents. The error if there is no
-    derivative: where a rule decides on the numbers, or in reverse.
-    """
-    types = program.in_avals
-    moves, has_slope = ([has_gradient(t.dtype) for t in x] for x in (types, program.out_avals))
-
-    def reverse(args: Sequence[Any], slopes: Sequence[Any]) -> Sequence[Any]:
-        def of_moving(*moving: Any) -> list[Any]:
-            rest = iter(moving)
-            values = [next(rest) if m else x for x, m in zip(args, moves, strict=True)]
-            results = jax.core.eval_jaxpr(without_consts(program), consts_of(program), *values)
-            return list(itertools.compress(results, has_slope))
-
-        return jax.vjp(of_moving, *itertools.compress(args, moves))[1](list(slopes))
-
-    slopes = list(itertools.compress(program.out_avals, has_slope))
-    try:
-        return jax.make_jaxpr(reverse)(types, slopes)
-    except Exception as error:
-        return error
-
-
 def _with_constants(
     program: Any,
     known: Sequence[Any] = (),
     *,
-    with_rules: bool = True,
     computed: list[str] | None = None,
 ) -> Any:
     """The program without its last arguments, which are known; bodies hold what they read of it.
 
-    Functions are there `with_rules` that they have, or replaced by what they compute. The names of
-    operations on what is known are added to `computed`.
+    The names of operations on what is known are added to `computed`.
     """
 
     def run(inner: Any, *args: Any) -> list[Any]:
@@ -159,7 +96,7 @@ def _with_constants(
         name = eqn.primitive.name
         values = [*map(_in_own_dtype, eqn.invars, values)]
         is_known = not any(isinstance(x, Tracer) for x in values)
-        if name in RULES_OF and (is_known or not with_rules):  # constants have no derivative
+        if name in RULES_OF and is_known:  # constants have no derivative
             return run(eqn.params[CALLS[name]], *values)
         if name in BODIES and not is_fixed(eqn):
             bodies = [functools.partial(run, body) for body in bodies_of(eqn)]
@@ -168,8 +105,6 @@ def _with_constants(
             if not is_known:
                 parts = _closing_over_known(bodies, values) if name == "cond" else (bodies, values)
                 return run_with_bodies(eqn, *parts)
-        if (same := _same_but_for_zero(eqn, values)) is not None:
-            return [same]
         if eqn.effects or not is_known:
             return run_equation(without_consts(program), eqn, values)
         with jax.ensure_compile_time_eval():
@@ -186,21 +121,6 @@ def _in_own_dtype(atom: Any, value: Any) -> Any:
     """The value of a literal with the dtype that it has in its program; others as they are."""
     is_weak = not is_literal(atom) or atom.aval.weak_type
     return value if is_weak else np.asarray(value, atom.aval.dtype)[()]
-
-
-def _same_but_for_zero(eqn: Equation, values: Sequence[Any]) -> Any:
-    """The value to which an equation adds zeros that are constant; None if it does not.
-
-    Our functions with rules add slopes of what the rule closes over.
-    """
-    if eqn.primitive.name not in ("add", "add_any"):
-        return None
-    others = [x for x in values if isinstance(x, Tracer) or np.any(x)]
-    is_same = len(others) == 1 and isinstance(others[0], Tracer)
-    return others[0] if is_same and others[0].shape == eqn.outvars[0].aval.shape else None
-
-
-_apart = functools.partial(_with_constants, with_rules=False)
 
 
 def _known(x: Any) -> Any:

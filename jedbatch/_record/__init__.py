@@ -30,51 +30,48 @@ Read in this order:
 18. `unseen`: Values that the program of a cell reads and that its identity does not show.
 19. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
    enough.
-20. `rule_programs`: Functions with a derivative rule of their own, traced: the function and its
-   rule as programs.
-21. `custom_rules`: Functions with a derivative rule of their own, as programs.
-22. `rules_in_cells`: Functions with derivative rules made inside of a cell, of values of the cell.
-23. `registry`: Types, shared values and calls seen while recording, interned.
-24. `failures`: What errors of users' functions say besides what JAX says: where they
+20. `custom_rules`: Functions with a derivative rule of their own, as operations.
+21. `registry`: Types, shared values and calls seen while recording, interned.
+22. `failures`: What errors of users' functions say besides what JAX says: where they
    happened, and to what.
-25. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
-26. `operators`: Indexing symbols, and Python's operators on them.
-27. `watched`: Containers that may change, and whether they hold what they held before.
-28. `fast_path`: Recording calls of cells the second time: by a description of their
+23. `symbols`: Symbolic values: tracers that have a type and no value, and how they are indexed.
+24. `operators`: Indexing symbols, and Python's operators on them.
+25. `watched`: Containers that may change, and whether they hold what they held before.
+26. `fast_path`: Recording calls of cells the second time: by a description of their
    arguments.
-29. `slow_path`: Recording calls of cells the first time, and those without a short description.
-30. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
+27. `slow_path`: Recording calls of cells the first time, and those without a short description.
+28. `filled_arrays`: Arrays that are filled with a number while something is recorded, such as
    `jnp.zeros(8)`.
-31. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-32. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
-33. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
+29. `grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
+30. `containers`: Containers of shared arguments: cells get them whole, and know them by a token.
+31. `static_numbers`: Numbers that JAX keeps as parameters of operations, as data: lengths of loops,
    and exponents.
-34. `inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces them into
+32. `inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces them into
    many programs.
-35. `floats`: Floats of instances: constants until many sets of them were met, then operands.
-36. `recorder`: A recorder of what a function does to symbolic values.
-37. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-38. `thread_settings`: The settings of a thread, for work that goes on in another one.
-39. `deep`: Recursion deeper than Python's limit.
-40. `trace`: Recording a minibatch: every instance of it as a graph.
-41. `granularity.call_sites`: Call sites: the places in the user's program where operations are
+33. `floats`: Floats of instances: constants until many sets of them were met, then operands.
+34. `recorder`: A recorder of what a function does to symbolic values.
+35. `evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+36. `thread_settings`: The settings of a thread, for work that goes on in another one.
+37. `deep`: Recursion deeper than Python's limit.
+38. `trace`: Recording a minibatch: every instance of it as a graph.
+39. `granularity.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-42. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
+40. `granularity.node_arrays`: `NodeArrays`: recorded nodes as arrays, to look at many of them at
    a time.
-43. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
+41. `granularity.known`: `KnownStretches`: stretches of operations that were met before, found by
    what they compute.
-44. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
+42. `granularity.tokens`: Tokens: operations by the parts they play, and what has been met before
    and after each.
-45. `granularity.fuse`: Finding cells without marks: operations that always run together become
+43. `granularity.fuse`: Finding cells without marks: operations that always run together become
    one node.
-46. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
+44. `granularity.list_regions`: Nodes of a recording, and how they are written with some of them
    as one.
-47. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
+45. `granularity.list_uses`: Uses of lists: what is done with a list at one time, where it is read
    again and again.
-48. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
-49. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
+46. `granularity.list_axes`: The axes of arrays that have a row for each element of a list.
+47. `granularity.lists`: Lists outside of cells: what is done with a stack of values becomes one
    node.
-50. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
-51. `granularity.projections`: Input projections: products of a cell that no recursion waits for
+48. `granularity.readout`: Read-outs: what instances do after their last cell becomes one node.
+49. `granularity.projections`: Input projections: products of a cell that no recursion waits for
    become nodes of their own.
 """

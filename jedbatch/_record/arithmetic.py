@@ -12,16 +12,17 @@ itself is an error, as it is of a tracer, and the number is part of the type of 
 with floats of instances (see `floats`).
 """
 
+import contextlib
 import functools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray, Tracer
-from jax.extend.core import set_current_trace
+from jax.core import ShapedArray, Trace, Tracer
+from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._jaxpr.interpret import names_in
 from jedbatch._jaxpr.numbers import MAX_ELEMENTS, Number, literal
@@ -202,6 +203,45 @@ class Operands:
             return jnp.asarray(literal(as_jax_sees(number.value)))
 
 
+class ReadingNumbers(Trace):
+    """Hands operations on to another trace, which reads operands in place of Python's numbers.
+
+    Args:
+      inner: the trace.
+    """
+
+    def __init__(self, inner: Any):
+        super().__init__()
+        self.requires_low = inner.requires_low
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:  # what some operations ask of the trace
+        return getattr(self.inner, name)
+
+    def stage_value(self, val):
+        return self.inner.stage_value(val)
+
+    def process_primitive(self, primitive, tracers, params, /):
+        return self.inner.process_primitive(primitive, list(map(read_by_jax, tracers)), params)
+
+    def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, **told):
+        tracers = list(map(read_by_jax, tracers))
+        return self.inner.process_custom_jvp_call(primitive, fun, jvp, tracers, **told)
+
+    def process_custom_vjp_call(self, primitive, fun, fwd, bwd, tracers, /, **told):
+        tracers = list(map(read_by_jax, tracers))
+        return self.inner.process_custom_vjp_call(primitive, fun, fwd, bwd, tracers, **told)
+
+
+@contextlib.contextmanager
+def reading_numbers() -> Iterator[ReadingNumbers]:
+    """Inside, operations of JAX read operands in place of numbers with which Python computes."""
+    with take_current_trace() as inner:
+        trace = ReadingNumbers(inner)
+        with set_current_trace(trace):
+            yield trace
+
+
 def _is_plain(x: Any) -> bool:
     return isinstance(x, int | float | complex | np.generic | np.ndarray)
 
@@ -242,7 +282,7 @@ class PythonNumber(Tracer):
     """A number or small array of Python or NumPy, while a cell is traced that holds it.
 
     Args:
-      trace: of the cell, a `RulesAsPrograms`.
+      trace: of the cell, a `ReadingNumbers`.
       operands: of the cell.
       step: the id of the operation that computed it.
       value: what it is in this call.

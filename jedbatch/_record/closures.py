@@ -6,7 +6,6 @@ are the same. These are compared by content where it can be written out and else
 Before, some of what a function holds is taken out of it (see `held_values`).
 """
 
-import abc
 import contextlib
 import enum
 import functools
@@ -63,14 +62,6 @@ def free_values(fn: object) -> tuple[Any, ...]:
     return tuple(values)
 
 
-class Described(abc.ABC):
-    """A part of our own functions that says itself what tells it apart."""
-
-    @abc.abstractmethod
-    def identity(self, program_key: Callable[[Any], Hashable]) -> Hashable:
-        """Returns what is equal for parts that are equal, given that of programs."""
-
-
 def function_identity(
     fn: object,
     ways: Mapping[int, Hashable] = types.MappingProxyType({}),
@@ -113,8 +104,6 @@ def _identity(
         return Same(value)
     if is_program(value):
         return program_key(value)
-    if isinstance(value, Described):
-        return value.identity(program_key)
     if isinstance(value, functools.partial):
         named = (*sorted(value.keywords.items()), *_attributes(value))
         return "partial", *each((value.func, *value.args, *named))

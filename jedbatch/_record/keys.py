@@ -12,6 +12,7 @@ from jax.core import Tracer
 from jax.extend.core import Literal
 
 from jedbatch._graph.operations import PrimitiveKey
+from jedbatch._jaxpr.closed_over import value_that_is_gone
 from jedbatch._jaxpr.identity import Same, typed_or_same
 from jedbatch._jaxpr.numbers import (
     BODIES,
@@ -33,9 +34,11 @@ from jedbatch._jaxpr.versions import (
 )
 from jedbatch._record.closures import function_identity
 from jedbatch._record.environment import Environment
+from jedbatch._record.held import held_values
 from jedbatch._record.instance_arrays import is_array
 from jedbatch._support.caches import Budget, Memory, each
 from jedbatch._support.types import Leaf
+from jedbatch.errors import EscapedValueError
 
 KEY_BYTES = 1 << 10  # of a key and how it is found, about
 PROGRAM_BYTES = 1 << 13  # of a program that is kept alive, about
@@ -87,18 +90,9 @@ class Keys:
         """Returns the identity of a rule, and all that it reads now."""
         own = getattr(rule, "f", rule)
         identity = function_identity(rule, program_key=self.jaxpr_key)
-        if getattr(own, "__module__", None) == "jedbatch._record.rule_programs":
-            return identity, None  # it reads nothing but what it is made of
         if id(own) not in self._read_by:
             self._read_by[id(own)] = Environment(own)
         return identity, self._read_by[id(own)].written()
-
-    def programs_key(self, name: str, programs: Sequence[Any]) -> PrimitiveKey:
-        """The key of an operation that is known by some programs."""
-        written = [self.written(program) for program in programs]
-        skeleton = (name, *(x for x, _ in written))
-        numbers = tuple(x for _, inside in written for x in inside)
-        return self._interned(skeleton, numbers, is_ragged=False)
 
     def _interned(
         self, skeleton: tuple, numbers: tuple[Number, ...], *, is_ragged: bool
@@ -162,6 +156,8 @@ class Keys:
         By what it is made of it would be another one whenever the operation is met in a program. A
         rule mostly leads to the operation again; those of its derivatives beyond the third are not
         compared.
+
+        Raises `EscapedValueError` of rules that read values of what they were made in.
         """
         others = self.params_key({k: x for k, x in params.items() if k not in RULES_OF[name]})
         if self._rules.count(others) == MAX_RULES:
@@ -171,11 +167,17 @@ class Keys:
         self._rules.append(others)
         try:
             program, consts, rest = traced_rule(name, params)
+            back = getattr(params.get("bwd"), "f", None)
+            for x in (*consts, *held_values(back)):
+                if isinstance(x, Tracer):
+                    raise value_that_is_gone(x)
             key = others, self.jaxpr_key(program), *map(constant_key, consts)
             if name != "custom_vjp_call":
                 return *key, self.params_key(rest)
             # What goes on to the backward rule; that has not been traced.
             return *key, self.params_key(params["out_trees"]()), *self._read_now(params["bwd"])
+        except EscapedValueError:
+            raise
         except Exception:  # it may be an error to differentiate it at all
             return (self.params_key(params),)
         finally:

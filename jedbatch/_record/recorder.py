@@ -39,7 +39,7 @@ from jax.core import Trace, Tracer
 from jedbatch import checks
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.interpret import has_gradient, returns_nothing
-from jedbatch._jaxpr.numbers import BODIES, Number, traced_bodies
+from jedbatch._jaxpr.numbers import Number, traced_bodies
 from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
 from jedbatch._record.arithmetic import PythonNumber, read_by_jax
 from jedbatch._record.cell import Cell, pause
@@ -48,7 +48,6 @@ from jedbatch._record.custom_rules import (
     calling_with_forward_rule,
     calling_with_reverse,
     record_custom,
-    record_opened,
 )
 from jedbatch._record.failures import note_operation
 from jedbatch._record.fast_path import (
@@ -153,7 +152,6 @@ class Recorder(Trace):
         self.leaves: dict[int, tuple[int, Leaf]] = {}
         self.computed: dict[int, Any] = {}
         self._owned: set[int] | None = None
-        self.is_opened = False  # while it records a body in which functions are programs
         self.watched: dict[int, Watched] = {}  # containers that may change
         self.call_cell, self._forget_objects, self._next_instance = fast_path(self)
         self.grouping = grouping
@@ -454,10 +452,6 @@ class Recorder(Trace):
             out = primitive.bind(*values, **params)
             return out if primitive.multiple_results else [out]
 
-        if primitive.name in BODIES and any(isinstance(x, Symbol) for x in tracers):
-            opened = record_opened(self, key, primitive.name, params, call, tracers)
-            if opened is not None:
-                return opened
         name = params["name"] if primitive.name == "jit" else primitive.name
         out = self.perform(name, key, call, tracers)
         if filling is not None:

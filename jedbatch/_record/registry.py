@@ -149,7 +149,7 @@ class Registry:
         self._number = 0
         self.warned: set[type] = set()  # of performance
         self.variants = VariantsMet(self.warned)
-        self.custom = CustomFunctions(self.keys, self.variants, budget)
+        self.custom = CustomFunctions(budget)
         self.lifting = Lifting(MAX_CONSTANT_NUMBERS, budget)
         self.arities = Arities(self.node_types, self._add_type_like, self.keys.params_key)
         self.shared_operands = SharedOperands((self.operations, self.operators, self.chains))

@@ -18,9 +18,9 @@ from jedbatch import checks
 from jedbatch._graph.operations import CallSpec
 from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import tree_key, typed_or_same
-from jedbatch._jaxpr.same_programs import has_rules, has_same_rules_with, is_same_with
+from jedbatch._jaxpr.same_programs import is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
-from jedbatch._record.arithmetic import Operands, Unforeseen, read_by_jax
+from jedbatch._record.arithmetic import Operands, Unforeseen, read_by_jax, reading_numbers
 from jedbatch._record.asking import Asked, noting_whether_it_asks
 from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_options
 from jedbatch._record.closures import function_identity
@@ -37,7 +37,6 @@ from jedbatch._record.instance_key import is_constant
 from jedbatch._record.keys import Keys
 from jedbatch._record.lifting import Lifted
 from jedbatch._record.registry import NUMBER_TYPES
-from jedbatch._record.rules_in_cells import rules_as_programs
 from jedbatch._record.shared_operands import VALUE
 from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
 from jedbatch._support.types import Leaf, PyTree
@@ -105,23 +104,14 @@ def _reads_no_number(
     if not registry.lifting.is_new(call_spec.node_type, lifted, objects):
         return not registry.lifting.is_apart(call_spec.node_type, lifted)
 
-    def traced(lifted: Lifted | None, all_rules: bool) -> tuple[Any, PyTreeDef]:
-        found = _prepared(recorder, cell, args, static, lifted, all_rules)
-        assert found is not None
-        parts = found.call, found.shared, found.kinds
-        program, tree, _ = registry.trace(cell.name, *parts, alone=False)
-        return program, tree
-
+    found = _prepared(recorder, cell, args, static, None)
+    assert found is not None
     program = operation_of(registry.node_types[call_spec.node_type]).jaxpr
-    constant, tree = traced(None, all_rules=False)
-    written = Keys().written
+    parts = found.call, found.shared, found.kinds
+    constant, tree, _ = registry.trace(cell.name, *parts, alone=False)
     with pause(), jax.ensure_compile_time_eval():
         same = tree == (call_spec.tree or jax.tree.structure(0))
-        if same and not is_same_with(numbers, program, constant, written):
-            same = has_rules(program)  # which may read the numbers
-            if same:
-                ours, theirs = (traced(x, all_rules=True)[0] for x in (lifted, None))
-                same = has_same_rules_with(numbers, ours, theirs, written)
+        same = same and is_same_with(numbers, program, constant, Keys().written)
     if same:
         registry.lifting.note_compared(call_spec.node_type, lifted, objects)
     return same
@@ -164,12 +154,8 @@ def _prepared(
     args: tuple,
     static: dict,
     lifted: Lifted | None,
-    all_rules: bool = False,
 ) -> PreparedCall | None:
-    """Returns a call of a cell; None if it is not ours to record. For arguments see below.
-
-    With `all_rules`, functions with derivative rules in it are traced with their rules.
-    """
+    """Returns a call of a cell; None if it is not ours to record. For arguments see below."""
     fn = cell.fn
     named = {name: value for name, value in static.items() if holds_array(name, value)}
     static = {name: value for name, value in static.items() if name not in named}
@@ -200,7 +186,7 @@ def _prepared(
         if lifted or any(map(holds_traced, objects)):
             watched = noting_whether_it_asks(asked, bool(objects))
         held = dict(zip(captured, values, strict=False))
-        with rules_as_programs(recorder.registry, all_rules) as trace:
+        with reading_numbers() if lifted else contextlib.nullcontext() as trace:
             operands = None
             if lifted:
                 operands = Operands(lifted.arithmetic, values[len(captured) :])

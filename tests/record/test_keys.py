@@ -408,18 +408,6 @@ def test_numbers_that_are_not_differentiated():
     check(lambda p, x: p * x**2 * jax.lax.stop_gradient(0.5), P, [1.0, 2.0])
 
 
-def test_rules_over_numbers_of_the_instance():
-    def fn(p, n):
-        f = jax.custom_jvp(lambda x: x * n)
-        f.defjvp(lambda x, t: (x[0] * n, t[0] * n))
-        return f(p * n)
-
-    batched = jedbatch.batch(fn)
-    for first, most in ((0, 7), (40, 2)):
-        plan = batched.plan(P, [float(n) for n in range(first, first + 40)])
-        assert len(np.unique(plan.graph.node_type)) <= most
-
-
 # --- random keys ---
 
 

@@ -206,24 +206,6 @@ def test_numbers_of_functions_that_are_held_twice(number):
     check(lambda w, i: held_twice(w, *i), W, instances(number), rtol=1e-4)
 
 
-def test_numbers_that_rules_in_bodies_close_over_are_data():
-    def fn(w, instance):
-        x, rate, _ = instance
-
-        @jax.custom_jvp
-        def scaled(y):
-            return 2 * y
-
-        scaled.defjvp(lambda ys, ts: (scaled(ys[0]), rate * ts[0]))
-        return jax.lax.scan(lambda c, _: (scaled(c * w), None), x, None, length=2)[0]
-
-    batched = jedbatch.batch(fn)
-    assert len(set(batched.plan(W, instances()).graph.node_type.tolist())) <= 2
-    ours = jax.grad(lambda w: batched(w, instances()).sum())(W)
-    theirs = jax.grad(lambda w: sum(fn(w, i).sum() for i in instances()))(W)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-
-
 @pytest.mark.parametrize("number", [np.float64, lambda x: np.linspace(0, x, 2)])
 def test_wide_numbers_that_cells_close_over(number):
     def fn(w, instance):

@@ -10,7 +10,8 @@ from cases.helpers import assert_close, mostly_slow
 from jax import lax
 
 import jedbatch
-from jedbatch._record import custom_rules
+from jedbatch._record.custom_rules import CustomFunctions
+from jedbatch.errors import EscapedValueError, RecompilationWarning
 
 pytestmark = pytest.mark.unoptimized
 
@@ -18,6 +19,7 @@ WEIGHT = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32)
 MIXES = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3)), jnp.float32)
 INSTANCES = [jnp.asarray(np.random.default_rng(k).normal(size=3), jnp.float32) for k in range(3)]
 STATE = {"scale": jnp.ones(3)}
+PASS_IT = "Pass the value to the function as an argument"
 
 
 @jax.custom_vjp
@@ -89,7 +91,7 @@ def test_what_is_differentiated_is_not_taken_for_an_array_without_a_gradient():
         inner.defvjp(lambda x: (inner(x), x), lambda x, slope: (slope @ mixes.T,))
         return jedbatch.batch(inner, in_axes=0)(INSTANCES).sum()
 
-    with pytest.raises(jax.errors.UnexpectedTracerError, match="Pass the array as an argument"):
+    with pytest.raises(EscapedValueError, match=PASS_IT):
         jax.grad(loss)(MIXES)
 
 
@@ -130,76 +132,6 @@ MADE = {
     "rule alone": clipped_back,
     "not differentiated": lambda t, p: clipped_by(t, p) ** 2,
 }
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_numbers_that_rules_close_over_are_data(name):
-    fn = lambda w, x: MADE[name](x[1], x[0] @ w)  # noqa: E731
-    numbers = np.random.default_rng(4).uniform(0.1, 0.5, 36)
-    xs = [(INSTANCES[k % 3], float(t)) for k, t in enumerate(numbers)]
-    batched = jedbatch.batch(fn)
-    counts = []
-    for minibatch in (xs[:12], xs[12:24], xs[24:]):
-        loop = lambda w, xs=minibatch: sum(fn(w, x).sum() for x in xs)  # noqa: E731
-        ours = lambda w, xs=minibatch: batched(w, xs).sum()  # noqa: E731
-        assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
-        counts.append(batched.compilations)
-    assert counts[0] == counts[2]
-    assert len(np.unique(batched.plan(WEIGHT, xs[24:]).graph.node_type)) <= 3
-
-
-@pytest.mark.parametrize("name", ["forward", "reverse", "rule alone"])
-def test_arrays_of_instances_that_rules_close_over(name):
-    fn = lambda w, x: MADE[name](x[1], x[0] @ w)  # noqa: E731
-    xs = list(zip(INSTANCES, INSTANCES[1:] + INSTANCES[:1], strict=True))
-    batched = jedbatch.batch(fn)
-    loop = lambda w: sum(fn(w, x).sum() for x in xs)  # noqa: E731
-    ours = lambda w: batched(w, xs).sum()  # noqa: E731
-    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
-    if name == "forward":
-        assert_close(jax.hessian(ours)(WEIGHT), jax.hessian(loop)(WEIGHT), 2e-5)
-        assert_close(jax.jvp(ours, *[(WEIGHT,)] * 2), jax.jvp(loop, *[(WEIGHT,)] * 2), 2e-5)
-
-
-@pytest.mark.parametrize("name", ["forward", "reverse"])
-def test_what_rules_close_over_is_not_differentiated(name):
-    batched = jedbatch.batch(lambda w, x: MADE[name](x @ w, x))
-    loss = lambda w: batched(w, INSTANCES).sum()  # noqa: E731
-    with pytest.raises(jax.errors.UnexpectedTracerError, match="Pass the array as an argument"):
-        jax.grad(loss)(WEIGHT)
-    if name == "forward":
-        assert np.isnan(jax.jvp(loss, (WEIGHT,), (WEIGHT,))[1])
-    stopped = lambda w, x: MADE[name](lax.stop_gradient(x @ w), x @ w)  # noqa: E731
-    assert_close(slopes(stopped, jedbatch.batch(stopped)), slopes(stopped), 2e-5)
-
-
-@jax.custom_jvp
-def steeper(y):
-    return jnp.sin(y)
-
-
-steeper.defjvp(lambda y, slope: (steeper(*y), 5 * slope[0]))
-
-
-@pytest.mark.parametrize("calls_itself", [False, True])
-def test_rules_for_the_reverse_are_differentiated_by_the_rules_that_they_call(calls_itself):
-    def fn(w, x):
-        f = jax.custom_vjp(lambda y: steeper(y) * x)
-        forward = lambda y: (f(y) if calls_itself else steeper(y) * x, steeper(y))  # noqa: E731
-        f.defvjp(forward, lambda kept, slope: (slope * x * kept**2,))
-        return f(x @ w) ** 2
-
-    batched = jedbatch.batch(fn)
-    ours = jax.hessian(lambda w: batched(w, INSTANCES).sum())
-    loop = jax.hessian(lambda w: sum(fn(w, x).sum() for x in INSTANCES))
-    if calls_itself:
-        for hessian in (ours, loop):
-            with pytest.raises(TypeError, match="forward"):
-                hessian(WEIGHT)
-    else:
-        assert_close(ours(WEIGHT), loop(WEIGHT), 2e-5)
-
-
 MADE_IN = {
     "loop": lambda f, y: lax.scan(lambda c, _: (f(c), None), y, None, length=2)[0],
     "branch": lambda f, y: lax.cond(y.sum() > 0, f, jnp.cos, y),
@@ -208,50 +140,74 @@ MADE_IN = {
 }
 
 
+def assert_like_the_loop(batched, fn, xs):
+    loop = lambda w: sum(x.sum() for v in xs for x in jax.tree.leaves(fn(w, v)))  # noqa: E731
+    ours = lambda w: sum(x.sum() for x in jax.tree.leaves(batched(w, xs)))  # noqa: E731
+    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_numbers_that_rules_close_over_make_types_of_their_own(name):
+    fn = lambda w, x: MADE[name](x[1], x[0] @ w)  # noqa: E731
+    xs = [(x, 0.1 + k / 20) for k, x in enumerate(INSTANCES)]
+    batched = jedbatch.batch(fn)
+    assert_like_the_loop(batched, fn, xs)
+    assert_like_the_loop(batched, fn, xs[::-1])
+    others = [(INSTANCES[0], 0.1 + k / 100) for k in range(33)]
+    with pytest.warns(RecompilationWarning, match="has a derivative rule"):
+        batched.plan(WEIGHT, others)
+
+
 @pytest.mark.parametrize("make", [sine_over, sine_with_reverse], ids=["forward", "reverse"])
 @pytest.mark.parametrize("name", mostly_slow(MADE_IN, "loop", "branch"))
-def test_numbers_of_rules_that_are_made_in_bodies_are_data(name, make):
+def test_rules_of_numbers_that_are_made_in_bodies(name, make):
     fn = lambda w, x: MADE_IN[name](lambda y: make(x[1], y), x[0] @ w)  # noqa: E731
-    xs = [(INSTANCES[k % 3], 0.1 + k / 20) for k in range(16)]
-    batched = jedbatch.batch(fn)
-    met = [batched.plan(WEIGHT, part).graph.node_type for part in (xs[:8], xs[8:])]
-    assert set(met[1].tolist()) <= set(met[0].tolist())
-    loop = lambda w: sum(fn(w, x).sum() for x in xs)  # noqa: E731
-    ours = lambda w: batched(w, xs).sum()  # noqa: E731
-    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
-    if make is sine_over:
-        assert_close(jax.hessian(ours)(WEIGHT), jax.hessian(loop)(WEIGHT), 1e-4)
+    xs = [(x, 0.1 + k / 20) for k, x in enumerate(INSTANCES)]
+    assert_like_the_loop(jedbatch.batch(fn), fn, xs)
 
 
-@pytest.mark.parametrize("make", [sine_over, sine_with_reverse], ids=["forward", "reverse"])
-@pytest.mark.parametrize("name", mostly_slow(MADE_IN, "loop"))
-def test_arrays_of_rules_that_are_made_in_bodies(name, make):
-    fn = lambda w, x: MADE_IN[name](lambda y: make(x[1], y), x[0] @ w)  # noqa: E731
+def in_place(f, y):
+    return f(y)
+
+
+@pytest.mark.parametrize("inside", [in_place, *MADE_IN.values()], ids=["in place", *MADE_IN])
+@pytest.mark.parametrize("name", ["forward", "reverse", "rule alone"])
+def test_rules_that_hold_arrays_of_instances_say_what_to_write(name, inside):
+    fn = lambda w, x: inside(lambda y: MADE[name](x[1], y), x[0] @ w)  # noqa: E731
     xs = list(zip(INSTANCES, INSTANCES[1:] + INSTANCES[:1], strict=True))
-    batched = jedbatch.batch(fn)
-    loop = lambda w: sum(fn(w, x).sum() for x in xs)  # noqa: E731
-    ours = lambda w: batched(w, xs).sum()  # noqa: E731
-    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
+    with pytest.raises(EscapedValueError, match=PASS_IT) as caught:
+        jedbatch.batch(fn).plan(WEIGHT, xs)
+    assert any("test_rule_closures.py" in note for note in caught.value.__notes__)
 
 
-def test_rules_in_bodies_that_call_another_of_their_kind():
-    """A function over another array is not taken for the one whose rule calls it."""
+def test_functions_that_hold_shared_arguments_say_what_to_write():
+    batched = jedbatch.batch(lambda w, x: sine_over(w[0], x))
+    with pytest.raises(EscapedValueError, match=PASS_IT):
+        batched(WEIGHT, INSTANCES)
 
+
+@jax.custom_vjp
+def clipped_to(y, bound):
+    return 2 * y
+
+
+def clipped_to_back(bound, slope):
+    return jnp.clip(slope, -bound, bound), None
+
+
+clipped_to.defvjp(lambda y, bound: (2 * y, bound), clipped_to_back)
+
+
+@pytest.mark.parametrize("inside", [in_place, *MADE_IN.values()], ids=["in place", *MADE_IN])
+def test_what_is_passed_as_an_argument_is_read_by_rules(inside):
     def fn(w, x):
-        def made(t):
-            return jax.custom_jvp(lambda y: jnp.sin(y * t))
+        bound = 0.1 + x[0] ** 2
+        return inside(lambda y: clipped_to(y, bound), x @ w) ** 2
 
-        inner, outer = made(x[1]), made(x[0])
-        rule = lambda y, slope: (outer(*y), inner(y[0]) * slope[0])  # noqa: E731
-        outer.defjvp(rule)
-        inner.defjvp(rule)
-        return lax.scan(lambda c, _: (outer(c), None), x[0] @ w, None, length=2)[0]
-
-    xs = list(zip(INSTANCES, INSTANCES[1:] + INSTANCES[:1], strict=True))
-    batched = jedbatch.batch(fn)
-    loop = lambda w: sum(fn(w, x).sum() for x in xs)  # noqa: E731
-    ours = lambda w: batched(w, xs).sum()  # noqa: E731
-    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
+    assert_like_the_loop(jedbatch.batch(fn), fn, INSTANCES)
+    cell = jedbatch.cell(fn)
+    of_cell = lambda w, x: cell(w, x)  # noqa: E731
+    assert_like_the_loop(jedbatch.batch(of_cell), of_cell, INSTANCES)
 
 
 @jedbatch.cell
@@ -282,26 +238,19 @@ def in_a_branch_of_a_cell(w, x, bound):
     return lax.cond(x[0] > 0, lambda y: f(y @ w), jnp.sin, x)
 
 
-@pytest.mark.parametrize(
-    "fn",
-    [
-        clipped_in_a_cell,
-        calling_itself_in_a_cell,
-        in_a_loop_of_a_cell,
-        in_a_branch_of_a_cell,
-    ],
-)
-def test_rules_in_cells_read_what_the_cell_gets(fn):
-    """JAX runs rules after a cell was traced."""
+IN_CELLS = [
+    clipped_in_a_cell,
+    calling_itself_in_a_cell,
+    in_a_loop_of_a_cell,
+    in_a_branch_of_a_cell,
+]
+
+
+@pytest.mark.parametrize("fn", IN_CELLS)
+def test_rules_in_cells_that_hold_what_the_cell_gets_say_what_to_write(fn):
     xs = [(x, 0.2 + k) for k, x in enumerate(INSTANCES)]
-    batched = jedbatch.batch(lambda w, x: fn(w, *x))
-    loop = lambda w: sum(fn(w, *x).sum() for x in xs)  # noqa: E731
-    ours = lambda w: batched(w, xs).sum()  # noqa: E731
-    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
-    if fn is calling_itself_in_a_cell:
-        ones = (WEIGHT,), (jnp.ones_like(WEIGHT),)
-        second = lambda f: jax.jvp(jax.grad(f), *ones)[1]  # noqa: E731
-        assert_close(second(ours), second(loop), 2e-5)
+    with pytest.raises(EscapedValueError, match=PASS_IT):
+        jedbatch.batch(lambda w, x: fn(w, *x)).plan(WEIGHT, xs)
 
 
 # --- cells that are made over a number ---
@@ -361,20 +310,12 @@ MADE_OVER = [
 ]
 
 
-def assert_like_the_loop(batched, fn, xs):
-    loop = lambda w: sum(x.sum() for v in xs for x in jax.tree.leaves(fn(w, v)))  # noqa: E731
-    ours = lambda w: sum(x.sum() for x in jax.tree.leaves(batched(w, xs)))  # noqa: E731
-    assert_close(jax.value_and_grad(ours)(WEIGHT), jax.value_and_grad(loop)(WEIGHT), 2e-5)
-
-
-def test_numbers_that_cells_with_rules_are_made_over_are_data():
+@pytest.mark.parametrize("make", MADE_OVER)
+def test_cells_with_rules_are_made_over_numbers(make):
     """Rules, which are no derivatives here, read the numbers, too."""
-    fn = lambda w, x: [make(x[1])(w, x[0]) for make in MADE_OVER]  # noqa: E731
-    xs = [(INSTANCES[k % 3], 0.1 + k / 20) for k in range(12)]
-    batched = jedbatch.batch(fn)
-    batched.plan(WEIGHT, xs)
-    assert len(batched.plan(WEIGHT, xs).graph.present_types) == len(MADE_OVER)
-    assert_like_the_loop(batched, fn, xs)
+    fn = lambda w, x: make(x[1])(w, x[0])  # noqa: E731
+    xs = [(INSTANCES[k % 3], 0.1 + k / 20) for k in range(4)]
+    assert_like_the_loop(jedbatch.batch(fn), fn, xs)
 
 
 FLOATS = [0.1 + k / 20 for k in range(8)]
@@ -390,10 +331,11 @@ def test_rules_that_do_something_else_with_other_numbers_are_told_apart(name):
     """Functions in the cells do the same with all of them; 60,000 squared has 33 bits."""
     numbers, scaled = OTHER_RULES[name]
 
-    def fn(w, x):
+    def fn(w, instance):
+        x, number = instance
         f = jax.custom_vjp(lambda y: 2 * y)
-        f.defvjp(lambda y: (2 * y, None), lambda _, s: (scaled(x[1], s),))
-        return jedbatch.cell(lambda w, x: f(x @ w))(w, x[0])
+        f.defvjp(lambda y: (2 * y, None), lambda _, s: (scaled(number, s),))
+        return jedbatch.cell(lambda w, x: f(x @ w))(w, x)
 
     xs = [(INSTANCES[k % 3], t) for k, t in enumerate(numbers)]
     batched = jedbatch.batch(fn)
@@ -416,35 +358,28 @@ def test_what_functions_with_rules_of_cells_close_over_may_be_assigned():
     assert_close(jedbatch.batch(fn)(WEIGHT, INSTANCES), loop, 2e-5)
 
 
-def test_functions_with_rules_of_cells_close_over_values_of_the_instance():
+def test_functions_with_rules_that_cells_hold_hold_no_values_of_the_instance():
     def fn(w, x):
         t, y = jnp.sin(x[0]), jnp.cos(x)
         f = jax.custom_vjp(lambda y: y * t)
         f.defvjp(lambda y: (f(y), None), lambda _, s: (s * t**2,))
         return jedbatch.cell(lambda w, x: f(x @ w) + y)(w, x)
 
-    batched = jedbatch.batch(fn)
-    assert_like_the_loop(batched, fn, INSTANCES)
-
-
-def test_rules_in_cells_that_read_what_is_differentiated_say_what_to_write():
-    @jedbatch.cell
-    def inner(w, x):
-        y = x @ w
-        f = jax.custom_vjp(lambda z: 2 * z)
-        f.defvjp(lambda z: (2 * z, None), lambda _, slope: (slope * lax.stop_gradient(y),))
-        return f(y)
-
-    batched = jedbatch.batch(lambda w, x: inner(w, x))
-    with pytest.raises(jax.errors.UnexpectedTracerError, match="Pass the array as an argument"):
-        jax.grad(lambda w: batched(w, INSTANCES).sum())(WEIGHT)
+    with pytest.raises(EscapedValueError, match=PASS_IT):
+        jedbatch.batch(fn).plan(WEIGHT, INSTANCES)
 
 
 def test_known_functions_with_rules_are_not_run_again(monkeypatch):
     """A run tells of each type what its results are made of."""
     runs = []
-    run = custom_rules.note_run
-    monkeypatch.setattr(custom_rules, "note_run", lambda *args: runs.append(run(*args)))
+    run = CustomFunctions.note_run
+
+    def noted(self, fun, key, args):
+        known = len(self._stores)
+        run(self, fun, key, args)
+        runs.append(len(self._stores) > known)
+
+    monkeypatch.setattr(CustomFunctions, "note_run", noted)
 
     @jax.custom_jvp
     def parts(x):
@@ -466,4 +401,4 @@ def test_known_functions_with_rules_are_not_run_again(monkeypatch):
         loss = lambda w, few=few: (batched(w, few) ** 2).sum()  # noqa: E731
         judge = lambda w, few=few: sum((fn(w, x) ** 2).sum() for x in few)  # noqa: E731
         assert_close(jax.grad(loss)(WEIGHT[0]), jax.grad(judge)(WEIGHT[0]), 1e-3)
-    assert 0 < len(runs) <= 8  # those of 21 calls for either type
+    assert 0 < sum(runs) <= 8  # those of 21 calls for either type
