@@ -15,7 +15,7 @@ import functools
 import itertools
 import types
 from collections.abc import Container, Hashable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax.core import Tracer
@@ -26,6 +26,7 @@ from jedbatch._record.closures import (
     FUNCTIONS_OF_RULES,
     cell_of,
     free_values,
+    function_of,
     functions_with_rules,
     is_installed,
 )
@@ -138,6 +139,53 @@ def held_values(fn: object) -> tuple[Any, ...]:
     return tuple(
         [x for of, parts in found.values() for x in parts if id(x) not in found and _is_held(x, of)]
     )
+
+
+class Made(NamedTuple):
+    """What a function is made of.
+
+    Attributes:
+      key: equal for functions of the same code that hold the very same objects, and keeps these
+        alive. As long as they hold what they do, such functions compute the same.
+      objects: these objects.
+      functions: the functions that hold them, the function itself among them.
+    """
+
+    key: Hashable
+    objects: tuple[Any, ...]
+    functions: list[types.FunctionType]
+
+
+def made_of(fn: object) -> Made | None:
+    """Returns what a function is made of; None if it, or one that it holds, has attributes."""
+    key: list[Hashable] = []
+    objects: list[Any] = []
+    functions: list[types.FunctionType] = []
+    places: dict[int, int] = {}
+    stack = [fn]
+    while stack:
+        x: Any = function_of(stack.pop())
+        if id(x) in places:  # a function that calls itself
+            key.append(places[id(x)])
+            continue
+        places[id(x)] = len(places)
+        opens = type(x) in (types.FunctionType, types.MethodType, functools.partial)
+        parts = _parts_of_function(x) if opens else None
+        if parts is None:
+            key.append(Same(x))
+            objects.append(x)
+            continue
+        key += type(x), len(parts)
+        if type(x) is types.FunctionType:
+            key += x.__code__, id(x.__globals__), x.__defaults__ is None
+            key.append(tuple(x.__kwdefaults__ or ()))
+            functions.append(x)
+        elif isinstance(x, functools.partial):
+            key.append(tuple(sorted(x.keywords)))
+        if type(x) is not types.MethodType and vars(x):
+            return None
+        stack += reversed(parts)
+    return Made(tuple(key), tuple(objects), functions)
 
 
 def held_functions(fn: object) -> Hashable:

@@ -64,6 +64,7 @@ from jedbatch._record.fast_path import (
 from jedbatch._record.filled_arrays import known_filling
 from jedbatch._record.floats import Floating, check_rule, check_rules, refused
 from jedbatch._record.grouping import Grouping
+from jedbatch._record.held import made_of
 from jedbatch._record.inlining import record_inlined
 from jedbatch._record.instance_arrays import array_type, is_array, owned_arrays, replace_arrays
 from jedbatch._record.keys import identity_of_constant
@@ -81,7 +82,13 @@ from jedbatch._record.shared_operands import VALUE
 from jedbatch._record.slow_path import cell_call_spec, slow_path
 from jedbatch._record.static_numbers import STATIC, row_of_weight, with_data
 from jedbatch._record.symbols import Shared, Symbol, Value, frozen
-from jedbatch._record.watched import Watched, hold_the_same
+from jedbatch._record.watched import (
+    Holders,
+    Watched,
+    hold_the_same,
+    holders_in,
+    holders_of_functions,
+)
 from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import EscapedValueError
 
@@ -148,6 +155,7 @@ class Recorder(Trace):
         self._kept_containers: list[Any] = []
         self.cells: dict[Cell, DescribedCell] = {}
         self._cells_of_instance: list[Cell] = []
+        self._made: dict[Hashable, tuple[Holders, str]] = {}  # cells made anew, by what they hold
         self._shared: Any = None
         self.leaves: dict[int, tuple[int, Leaf]] = {}
         self.computed: dict[int, Any] = {}
@@ -234,6 +242,7 @@ class Recorder(Trace):
         self.cells.clear()
         self.watched.clear()
         self._cells_of_instance.clear()
+        self._made.clear()
         self._kept_containers.clear()
 
     @property
@@ -394,11 +403,26 @@ class Recorder(Trace):
         of_cells = self.cells if cell.is_inner else self.registry.cells
         known = of_cells.get(cell)
         if known is None or not hold_the_same(known[0]):
-            known = of_cells[cell] = describe_cell(self, cell)
+            known = of_cells[cell] = self._described_like(cell)
             if known[2]:
                 self._cells_of_instance.append(cell)
         self.cells[cell] = known
         return known
+
+    def _described_like(self, cell: Cell) -> DescribedCell:
+        """Returns the description of a cell, that of one made of the same if there is one."""
+        made = made_of(cell.fn) if cell.is_inner else None
+        if made is None:
+            return describe_cell(self, cell)
+        holders = holders_of_functions(made.functions)
+        known = self._made.get(made.key)
+        if holders is not None and known is not None and hold_the_same(known[0]):
+            return (*holders, *known[0]), known[1], ()
+        described = describe_cell(self, cell)
+        within = holders_in(made.objects)
+        if within is not None and not described[2]:
+            self._made[made.key] = within, described[1]
+        return described
 
     def note_container(self, x: Any, token: Hashable) -> None:
         """Notes the token of a container that stays as it is while something is recorded."""

@@ -7,8 +7,9 @@ core looks at once (`_support/c/watched.c`).
 """
 
 import functools
+import itertools
 import types
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,6 +95,12 @@ def holders_in(root: Any, stays: Container[int] = ()) -> Holders | None:
             parts = [item for holder in found for item in holder.items]
         stack += parts
     return tuple(holders)
+
+
+def holders_of_functions(functions: Sequence[types.FunctionType]) -> Holders | None:
+    """Returns what functions hold by themselves; None if a name is not assigned yet."""
+    found = list(map(_holders, functions))
+    return None if None in found else tuple(itertools.chain(*filter(None, found)))
 
 
 def _immutable_parts(x: Any) -> list[Any] | None:

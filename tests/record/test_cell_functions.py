@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 import jedbatch
-from jedbatch._record import trace
+from jedbatch._record import recorder, trace
 from jedbatch._record.cell import recording
 from jedbatch._record.recorder import Recorder
 from jedbatch._support import native
@@ -431,3 +431,34 @@ def test_refuses_what_does_not_fit():
         pytest.skip("no compiled core")
     with pytest.raises(TypeError):
         native.core().CellFunction(scaled)
+
+
+def test_cells_made_by_every_instance_are_described_once(cell, monkeypatch):
+    described = []
+    describe = recorder.describe_cell
+
+    def noted(*args):
+        described.append(args)
+        return describe(*args)
+
+    monkeypatch.setattr(recorder, "describe_cell", noted)
+
+    def step(w, by, x):
+        return jnp.sin(x * by) * w["w"]
+
+    def fn(w, xs):
+        by = jnp.ones(3)
+        ends = cell(functools.partial(step, w))
+        inner = cell(lambda x: ends(by, x) + step(w, by, x))
+        found = [inner(x) for x in xs]
+        by = jnp.full(3, 3.0) if len(xs) == 3 else by  # seen by the cell that was made before
+        return sum(found) + inner(found[-1])
+
+    instances = [[float(i + k) for k in range(1 + i % 3)] for i in range(12)]
+    batched = jedbatch.batch(fn)
+    batched.plan(P, instances[:2])  # types are found
+    described.clear()
+    plan = batched.plan(P, instances)
+    loop = jnp.stack([fn(P, x) for x in instances])
+    np.testing.assert_allclose(batched.apply(P, plan), loop, rtol=1e-5)
+    assert len(described) <= 4
