@@ -17,10 +17,11 @@ Read in this order:
    as columns.
 10. `invariants`: The invariants of graphs, such as those that come from files.
 11. `graph`: Dataflow graphs of instances, as data.
-12. `degeneracy`: Graphs that hardly batch.
-13. `record`: `Record`: what recording an instance gave.
-14. `structures`: Instances of one structure: those whose graphs differ in the values of their
+12. `rewrite`: `rewrite`: a graph with some nodes in place of others.
+13. `degeneracy`: Graphs that hardly batch.
+14. `record`: `Record`: what recording an instance gave.
+15. `structures`: Instances of one structure: those whose graphs differ in the values of their
    inputs alone.
-15. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
+16. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
    leads across.
 """

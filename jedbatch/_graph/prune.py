@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.paths import pointers
+from jedbatch._graph.rewrite import without
 
 
 def without_unread(graph: Graph) -> Graph:
@@ -30,27 +30,7 @@ def without_unread(graph: Graph) -> Graph:
             for value in operands[ptr[node] : ptr[node + 1]]:
                 if value >= 0:
                     is_read[maker[value]] = True
-
-    is_kept = np.array(is_read)
-    place = np.cumsum(is_kept[graph.value_node]) - 1
-    before = pointers(is_kept)
-
-    def moved(references: np.ndarray) -> np.ndarray:
-        places = place[np.maximum(references, 0)]  # inputs are negative, and may be more
-        return np.where(references >= 0, places, references).astype(np.int32)
-
-    counts = np.diff(graph.operand_ptr)
-    return Graph(
-        graph.types,
-        graph.node_type[is_kept],
-        pointers(counts[is_kept]),
-        moved(graph.operand[np.repeat(is_kept, counts)]),
-        graph.inputs,
-        moved(graph.outputs),
-        before[graph.node_ptr],
-        graph.input_ptr,
-        graph.output_ptr,
-    )
+    return without(graph, ~np.array(is_read))
 
 
 def cut_apart(graph: Graph) -> Graph:

@@ -17,7 +17,6 @@ them: what the two nodes give each other must be kept, and so must its cotangent
 The twin in C of what is done to a graph is `_support/c/halves.c`.
 """
 
-import functools
 import itertools
 from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any, NamedTuple
@@ -26,8 +25,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers, ranges, renumbered
+from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
 from jedbatch._graph.record import Record
+from jedbatch._graph.rewrite import Rewrite, rewrite
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.early_part import ProgramPart, early_part
 from jedbatch._jaxpr.interpret import performs
@@ -261,8 +261,9 @@ def _codes_of_operands(graph: Graph) -> tuple[np.ndarray, int]:
 def _with_cuts(graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, ...]) -> Graph:
     """Returns a graph whose nodes of some types are two nodes, one after the other."""
     compiled = core()
-    write = _cut_in_python if compiled is None else functools.partial(_cut_compiled, compiled)
-    node_type, operand_ptr, operand, outputs, node_ptr = write(graph, cuts, types)
+    if compiled is None:
+        return rewrite(graph, _halves(graph, cuts, types), types)
+    node_type, operand_ptr, operand, outputs, node_ptr = _cut_compiled(compiled, graph, cuts, types)
     ends = node_ptr, graph.input_ptr, graph.output_ptr
     return Graph(types, node_type, operand_ptr, operand, graph.inputs, outputs, *ends)
 
@@ -293,41 +294,29 @@ def _cut_compiled(
     return written
 
 
-def _cut_in_python(
-    graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, ...]
-) -> tuple[np.ndarray, ...]:
-    """Returns the same."""
-    has_cut = np.zeros(len(types), bool)
+def _halves(graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, ...]) -> Rewrite:
+    """Returns two nodes in place of each that is cut."""
+    has_cut = np.zeros(len(graph.types), bool)
     has_cut[list(cuts)] = True
     is_cut = has_cut[graph.node_type]
-    before = pointers(is_cut)  # nodes more, up to each node
-    place = np.arange(len(is_cut)) + before[1:]  # of the node that makes the results
-    node_type = np.empty(len(is_cut) + before[-1], np.int32)
-    arity = np.empty(len(node_type), np.int64)
-    node_type[place], arity[place] = graph.node_type, np.diff(graph.operand_ptr)
-    nodes = {t: np.flatnonzero(graph.node_type == t) for t in cuts}
-    results = np.array([t.num_results for t in types])
+    nodes = np.flatnonzero(is_cut)
+    node_type, arity, made = np.empty((3, 2 * len(nodes)), np.int64)
+    number = np.cumsum(is_cut) - 1
+    of = {t: 2 * number[graph.node_type == t] for t in cuts}  # the first halves
     for t, cut in cuts.items():
-        second = place[nodes[t]]
-        node_type[second - 1], node_type[second] = cut.first, cut.second
-        arity[second - 1] = len(cut.first_reads)
-        arity[second] = len(cut.second_reads) + results[cut.first]
-    value_ptr, operand_ptr = pointers(results[node_type]), pointers(arity)
-    value = ranges(value_ptr[place], graph.num_results)
-
-    read = renumbered(graph.operand, value)
-    operand = np.empty(operand_ptr[-1], np.int32)
-    kept = np.flatnonzero(~is_cut)
-    operand[ranges(operand_ptr[place[kept]], arity[place[kept]])] = read[
-        ranges(graph.operand_ptr[kept], arity[place[kept]])
-    ]
+        for half, new_type in ((of[t], cut.first), (of[t] + 1, cut.second)):
+            node_type[half], made[half] = new_type, types[new_type].num_results
+        arity[of[t]] = len(cut.first_reads)
+        arity[of[t] + 1] = len(cut.second_reads) + types[cut.first].num_results
+    operand_ptr, new_value = pointers(arity), graph.num_values + pointers(made)
+    operand, value = np.empty(int(operand_ptr[-1]), np.int64), np.arange(graph.num_values)
     for t, cut in cuts.items():
-        second, of_node = place[nodes[t]], graph.operand_ptr[nodes[t]][:, None]
-        made = value_ptr[second - 1][:, None] + np.arange(results[cut.first])
-        for at, columns in (
-            (second - 1, read[of_node + np.array(cut.first_reads)]),
-            (second, np.hstack([read[of_node + np.array(cut.second_reads, int)], made])),
-        ):
-            operand[operand_ptr[at][:, None] + np.arange(columns.shape[1])] = columns
-    outputs = renumbered(graph.outputs, value)
-    return node_type, operand_ptr, operand, outputs, graph.node_ptr + before[graph.node_ptr]
+        old, first = nodes[of[t] // 2], of[t]
+        begin = graph.operand_ptr[old][:, None]
+        given = new_value[first][:, None] + np.arange(types[cut.first].num_results)
+        own = [graph.operand[begin + np.array(x, int)] for x in (cut.first_reads, cut.second_reads)]
+        for half, read in ((first, own[0]), (first + 1, np.hstack([own[1], given]))):
+            operand[operand_ptr[half][:, None] + np.arange(read.shape[1])] = read
+        results = np.arange(types[t].num_results)
+        value[graph.value_ptr[old][:, None] + results] = new_value[first + 1][:, None] + results
+    return Rewrite(~is_cut, np.repeat(nodes, 2), node_type, operand_ptr, operand, value)

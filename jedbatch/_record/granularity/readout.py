@@ -13,14 +13,14 @@ nodes on tiles (see `_ragged.tile_types`), and so are loops and branches.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from jax.extend.core import Primitive
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.paths import pointers, ranges, renumbered
+from jedbatch._graph.paths import pointers
+from jedbatch._graph.rewrite import Rewrite, rewrite
 from jedbatch._graph.types import operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.interpret import performs
@@ -126,10 +126,8 @@ class Readouts:
         for key in keys:
             if key not in self._parts:
                 self._parts[key] = self._find_parts(graph, *key)
-        return replace(
-            _merged(graph, ends, [self._parts[key] for key in keys], which),
-            types=self.registry.types,
-        )
+        merged = _merged(graph, ends, [self._parts[key] for key in keys], which)
+        return rewrite(graph, merged, self.registry.types)
 
     def _look(self) -> None:
         """Finds out what new types are."""
@@ -266,54 +264,26 @@ def _distinct(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _merged(
     graph: Graph, ends: Ends, parts: Sequence[Sequence[ReadoutPart]], which: np.ndarray
-) -> Graph:
-    """Returns a graph whose last nodes are the parts of a pattern, `which` for each instance."""
-    num_parts = np.array([len(several) for several in parts])[which]
-    kept = np.ones(len(graph.node_type), bool)
-    kept[ends.first[:, None] + np.arange(len(ends.types))] = False
-    kept_nodes = np.flatnonzero(kept)
-    sizes = ends.first - graph.node_ptr[:-1]
-    node_ptr = pointers(sizes + num_parts)
-    new_place = ranges(node_ptr[:-1], sizes)
-
-    node_type = np.empty(node_ptr[-1], np.int32)
-    arity = np.empty(len(node_type), np.int64)
-    node_type[new_place] = graph.node_type[kept_nodes]
-    arity[new_place] = np.diff(graph.operand_ptr)[kept_nodes]
+) -> Rewrite:
+    """Returns the last nodes as the parts of a pattern, `which` for each instance."""
+    first = pointers(np.array([len(several) for several in parts])[which])  # part of each instance
+    node_type, arity, made = np.empty((3, int(first[-1])), np.int64)
     placed = []  # (instances, their nodes, what these are)
     for k, several in enumerate(parts):
         instances = np.flatnonzero(which == k)
         for j, part in enumerate(several):
-            nodes = node_ptr[:-1][instances] + sizes[instances] + j
+            nodes = first[instances] + j
             node_type[nodes], arity[nodes] = part.node_type, len(part.operands)
+            made[nodes] = len(part.values)
             placed.append((instances, nodes, part))
-
-    made = np.empty(len(node_type), np.int64)
-    made[new_place] = graph.num_results[kept_nodes]
-    for _, nodes, part in placed:
-        made[nodes] = len(part.values)
-    new_value = pointers(made)
-    value = np.full(graph.num_values, -1)
-    count = made[new_place]
-    value[ranges(graph.value_ptr[kept_nodes], count)] = ranges(new_value[new_place], count)
-    for instances, nodes, part in placed:
-        for k, v in enumerate(part.values):
-            value[ends.first_value[instances] + v] = new_value[nodes] + k
-
-    operand_ptr = pointers(arity)
-    operand = np.empty(operand_ptr[-1], np.int32)
-    count = arity[new_place]
-    operand[ranges(operand_ptr[new_place], count)] = renumbered(
-        graph.operand[ranges(graph.operand_ptr[kept_nodes], count)], value
-    )
+    kept = np.ones(len(graph.node_type), bool)
+    kept[ends.first[:, None] + np.arange(len(ends.types))] = False
+    operand_ptr, new_value = pointers(arity), graph.num_values + pointers(made)
+    operand, value = np.empty(int(operand_ptr[-1]), np.int64), np.arange(graph.num_values)
     for instances, nodes, part in placed:
         columns = operand_ptr[nodes][:, None] + np.arange(len(part.operands))
-        operand[columns] = renumbered(ends.operand[instances][:, list(part.operands)], value)
-    return replace(
-        graph,
-        node_type=node_type,
-        operand_ptr=operand_ptr,
-        operand=operand,
-        outputs=renumbered(graph.outputs, value),
-        node_ptr=node_ptr,
-    )
+        operand[columns] = ends.operand[instances][:, list(part.operands)]
+        for k, v in enumerate(part.values):
+            value[ends.first_value[instances] + v] = new_value[nodes] + k
+    anchor = np.repeat(graph.node_ptr[1:] - 1, np.diff(first))
+    return Rewrite(kept, anchor, node_type, operand_ptr, operand, value)

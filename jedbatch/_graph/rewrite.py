@@ -1,0 +1,77 @@
+"""`rewrite`: a graph with some nodes in place of others."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.paths import pointers, ranges, renumbered
+from jedbatch._graph.types import NodeType
+
+
+class Rewrite(NamedTuple):
+    """New nodes in place of some of a graph's (N nodes, V results; K new nodes).
+
+    Attributes:
+      kept: bool[N], the nodes that stay.
+      anchor: int64[K], ascending: each new node comes before this old one, in its instance.
+      node_type: int32[K], of new nodes.
+      operand_ptr: int64[K + 1] and
+      operand: int64[...], what new nodes read: an old result or input as in the graph, or result r
+        of the new nodes as V + r.
+      value: int64[V], what stands for each old result, likewise; that of a node that stays is
+        itself. Of what nobody reads it is anything.
+    """
+
+    kept: np.ndarray
+    anchor: np.ndarray
+    node_type: np.ndarray
+    operand_ptr: np.ndarray
+    operand: np.ndarray
+    value: np.ndarray
+
+
+def rewrite(graph: Graph, change: Rewrite, types: tuple[NodeType, ...] | None = None) -> Graph:
+    """Returns a graph with new nodes in place of some; `types`, if there are more than before."""
+    types = graph.types if types is None else types
+    results = np.array([t.num_results for t in types], np.int64)
+    kept, before = np.flatnonzero(change.kept), pointers(change.kept)
+    place = before[kept] + np.searchsorted(change.anchor, kept, side="right")
+    new_place = before[change.anchor] + np.arange(len(change.anchor))
+
+    node_type = np.empty(len(kept) + len(new_place), np.int32)
+    arity = np.empty(len(node_type), np.int64)
+    old_arity, new_arity = np.diff(graph.operand_ptr)[kept], np.diff(change.operand_ptr)
+    node_type[place], arity[place] = graph.node_type[kept], old_arity
+    node_type[new_place], arity[new_place] = change.node_type, new_arity
+    value_ptr, operand_ptr = pointers(results[node_type]), pointers(arity)
+
+    # The numbers of results: those of kept nodes where they were, and of new ones behind.
+    new_results = results[change.node_type]
+    number = np.full(graph.num_values + int(new_results.sum()), -1, np.int64)
+    of_kept = graph.num_results[kept]
+    number[ranges(graph.value_ptr[kept], of_kept)] = ranges(value_ptr[place], of_kept)
+    number[graph.num_values :] = ranges(value_ptr[new_place], new_results)
+    number[: graph.num_values] = renumbered(change.value, number)
+
+    operand = np.empty(int(operand_ptr[-1]), np.int32)
+    read = graph.operand[ranges(graph.operand_ptr[kept], old_arity)]
+    operand[ranges(operand_ptr[place], old_arity)] = renumbered(read, number)
+    operand[ranges(operand_ptr[new_place], new_arity)] = renumbered(change.operand, number)
+    return replace(
+        graph,
+        types=types,
+        node_type=node_type,
+        operand_ptr=operand_ptr,
+        operand=operand,
+        outputs=renumbered(graph.outputs, number),
+        node_ptr=before[graph.node_ptr] + np.searchsorted(change.anchor, graph.node_ptr),
+    )
+
+
+def without(graph: Graph, dropped: np.ndarray) -> Graph:
+    """Returns a graph without nodes, bool[N], that no other one reads, nor an instance returns."""
+    none = np.zeros(0, np.int64)
+    ptr, value = np.zeros(1, np.int64), np.arange(graph.num_values)
+    return rewrite(graph, Rewrite(~dropped, none, none, ptr, none, value))
