@@ -121,8 +121,10 @@ def warn_if_slowly_recorded(registry: Registry, num_before: int) -> None:
       registry: has how many there were, and why; of some the user can help nothing.
       num_before: minibatches that were recorded before; the first ones have calls that are new.
     """
+    if num_before < WARMING_UP or not registry.slow_calls:
+        return
     slow = collections.Counter({k: n for k, n in registry.slow_calls.items() if k[1]})
-    if num_before < WARMING_UP or slow.total() <= MOST_SLOW * registry.num_recorded:
+    if slow.total() <= MOST_SLOW * registry.num_recorded:
         return
     (name, reason), count = slow.most_common(1)[0]
     warn_once(

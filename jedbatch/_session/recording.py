@@ -185,7 +185,8 @@ class Recording:
             return records, arrays, [], len(instances)
         revision, grouping = cache.revision, cache.grouping
         mine, own, types = [[x[i] for i in new] for x in (instances, arrays, given)]
-        with self._floats_as_operands(cache, mine):
+        has_floating = bool(floating) and any(type(x) is Floating for x in mine)
+        with self._floats_as_operands(cache, mine) if has_floating else contextlib.nullcontext():
             graphs, keep, tracers = self._record(cache, new, mine, own, types, read)
         cache.check(revision)
         if cache.grouping is not grouping and any(r is not None for r in records):
@@ -268,9 +269,6 @@ class Recording:
         them what is no operand yet.
         """
         floats = cache.floats
-        if not any(type(x) is Floating for x in instances):
-            yield
-            return
         asked: list[Asked] = []
         try:
             with noting_whether_it_asks(asked):

@@ -45,7 +45,7 @@ typedef struct {
 
 static PyTypeObject *fast_path_type;
 static PyObject *name_results, *name_node_type, *name_tree, *name_unit;
-static PyObject *name_shape, *name_dtype, *name_copy, *name_symbol, *name_unflatten;
+static PyObject *name_described_cell, *name_shape, *name_dtype, *name_copy, *name_symbol, *name_unflatten;
 
 /* What a call is made of, as far as it has been looked at: pairs of words, one of those below and
  * what it says; objects, by references of its own, of which the addresses are words; and what the
@@ -590,10 +590,16 @@ look_at_options(FastPath *self, Call *call, PyObject *const *names, PyObject *co
 static int
 look_at_cell(FastPath *self, Call *call, PyObject *cell, PyObject **held)
 {
-    PyObject *known = PyDict_GetItemWithError(self->cells, cell);
-    if (known == NULL || !PyTuple_Check(known) || PyTuple_Size(known) != 3)
+    PyObject *known = Py_XNewRef(PyDict_GetItemWithError(self->cells, cell));
+    if (known == NULL && !PyErr_Occurred()) { /* for the first time in this recording */
+        known = PyObject_CallMethodObjArgs(self->recorder, name_described_cell, cell, NULL);
+        if (known == NULL && PyErr_ExceptionMatches(PyExc_Exception))
+            PyErr_Clear(); /* Python says once more why it is not described */
+    }
+    if (known == NULL || !PyTuple_Check(known) || PyTuple_Size(known) != 3) {
+        Py_XDECREF(known);
         return -1;
-    Py_INCREF(known);
+    }
     PyObject *token = PyTuple_GetItem(known, 1);
     int found = hold_the_same(PyTuple_GetItem(known, 0)) ? 1 : -1;
     if (found == 1)
@@ -1173,6 +1179,7 @@ init_fast_path(PyObject *module)
     name_node_type = PyUnicode_InternFromString("node_type");
     name_tree = PyUnicode_InternFromString("tree");
     name_unit = PyUnicode_InternFromString("unit");
+    name_described_cell = PyUnicode_InternFromString("described_cell");
     name_shape = PyUnicode_InternFromString("shape");
     name_dtype = PyUnicode_InternFromString("dtype");
     name_symbol = PyUnicode_InternFromString("symbol");
