@@ -19,17 +19,17 @@ Read in this order:
    jaxprs.
 11. `arithmetic`: Arithmetic of Python on numbers that cells hold or instances have, before JAX
    sees a result.
-12. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
-13. `element_functions`: Functions of one element of a list, computed once where the element is
+12. `assumptions`: `Assumptions`: what is constant until more than a few variants of it were met,
+   then data.
+13. `lifting`: Numbers of instances in the bodies and closures of operations, as operands.
+14. `element_functions`: Functions of one element of a list, computed once where the element is
    made.
-14. `padded_calls`: Nodes with lists as nodes of types that have room for more elements.
-15. `arity`: Cells that take lists of any length: one type for many lengths.
-16. `shared_values`: Values that do not depend on the instance, and how they are computed before
+15. `padded_calls`: Nodes with lists as nodes of types that have room for more elements.
+16. `arity`: Cells that take lists of any length: one type for many lengths.
+17. `shared_values`: Values that do not depend on the instance, and how they are computed before
    the nodes.
-17. `shared_operands`: Shared arrays that cells get in place of values.
-18. `unseen`: Values that the program of a cell reads and that its identity does not show.
-19. `variants`: `VariantsMet`: how many variants of operations were met, and whether they are few
-   enough.
+18. `shared_operands`: Shared arrays that cells get in place of values.
+19. `unseen`: Values that the program of a cell reads and that its identity does not show.
 20. `custom_rules`: Functions with a derivative rule of their own, as operations.
 21. `registry`: Types, shared values and calls seen while recording, interned.
 22. `failures`: What errors of users' functions say besides what JAX says: where they

@@ -93,8 +93,7 @@ def record_custom(
     registry.custom.check(key, functions)
     code = getattr(getattr(fun, "f", fun), "__code__", None)
     if code is not None:
-        what = f"`{name}`, which has a derivative rule,"
-        registry.variants.warn_if_many(code, key, what)
+        registry.warn_if_many(code, key, f"`{name}`, which has a derivative rule,")
     out = recorder._operation(name, key, noted, tracers)
     if not ran:
         registry.custom.note_run(fun, key, tracers)

@@ -46,7 +46,7 @@ def record_inlined(
         return None
     size = len(body.invars), len(body.eqns)
     of = "inlined", primitive.name, function, params.get("name")  # which wrappers may share
-    if not recorder.registry.variants.are_many(of, size, MAX_PROGRAMS):
+    if recorder.registry.assumptions.holds("variants", of, size, MAX_PROGRAMS):
         if primitive.name == "jit" and is_of_user(function):
             why = f"goes through `jax.jit` ({function}); write `@jedbatch.cell` above `@jax.jit`"
             recorder.registry.slow_calls[params["name"], why] += 1

@@ -9,6 +9,7 @@ import collections
 import functools
 import gc
 import itertools
+import warnings
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
 from typing import Any
 
@@ -33,6 +34,7 @@ from jedbatch._jaxpr.symbolic_dims import (
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._jaxpr.versions import OpenProgram
 from jedbatch._record.arity import Arities
+from jedbatch._record.assumptions import Assumptions
 from jedbatch._record.cell import pause
 from jedbatch._record.custom_rules import CustomFunctions
 from jedbatch._record.environment import AccessPath, Reached
@@ -43,16 +45,16 @@ from jedbatch._record.lifting import Lifted, Lifting
 from jedbatch._record.shared_operands import SharedOperands
 from jedbatch._record.shared_values import SharedValue, derived, owned, prologue
 from jedbatch._record.unseen import check_shared, shows_arrays
-from jedbatch._record.variants import VariantsMet
 from jedbatch._support.caches import Budget, Memory, each
 from jedbatch._support.types import Dtype
-from jedbatch.errors import EscapedValueError, SymbolicValueError
+from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
 # Sets of numbers of an operation, or repetitions on shared values, that are constants.
 MAX_CONSTANT_NUMBERS = 4
 MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
 CALL_BYTES = 1 << 12  # of the description of a call, and of what it keeps alive, about
 MEMO_BYTES = 1 << 9  # of another way of recording, about
+MANY_CLOSURES = 32  # of one cell, or closed-over arrays, before we warn
 MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
 NUMBER_TYPES = (int, float, complex, np.generic)
 
@@ -77,7 +79,7 @@ class Registry:
       num_recorded, slow_calls: nodes that were recorded last, and of these the calls of a cell that
         took the slow path, and why.
       constants: results of operations on concrete values.
-      variants: how many variants of operations were met.
+      assumptions: what is constant, as few variants of it were met.
       lifting: which numbers that operations hold are operands.
       unseen: ids of types of cells that read arrays which are found nowhere: they are traced
         at each call, and not recorded for later calls.
@@ -148,7 +150,7 @@ class Registry:
         self.unseen: set[int] = set()
         self._number = 0
         self.warned: set[type] = set()  # of performance
-        self.variants = VariantsMet(self.warned)
+        self.assumptions = Assumptions(budget)
         self.custom = CustomFunctions(budget)
         self.lifting = Lifting(MAX_CONSTANT_NUMBERS, budget)
         self.arities = Arities(self.node_types, self._add_type_like, self.keys.params_key)
@@ -159,7 +161,7 @@ class Registry:
     @property
     def size(self) -> int:
         """The number of entries that types are made of, and that are not forgotten one by one."""
-        num_known = len(self._ids) + len(self.keys) + len(self.variants)
+        num_known = len(self._ids) + len(self.keys) + len(self.assumptions)
         return num_known + len(self.shared_operands)
 
     @property
@@ -580,7 +582,7 @@ class Registry:
         key = ("array", Same(array))
         if key not in self._ids:
             self._ids[key] = self._share(SharedValue(jax.typeof(array), array=array))
-            self.variants.warn_if_many("arrays", key, "an operation reads")
+            self.warn_if_many("arrays", key, "an operation reads")
         return self._ids[key]
 
     def outer(self, name: Hashable, aval: Any) -> int:
@@ -589,7 +591,7 @@ class Registry:
         if key not in self._ids:
             self._ids[key] = self._share(SharedValue(aval, tracer=name))
             if isinstance(name, AccessPath):
-                self.variants.warn_if_many("arrays", key, "an operation reads")
+                self.warn_if_many("arrays", key, "an operation reads")
         return self._ids[key]
 
     def _share(self, value: SharedValue) -> int:
@@ -629,7 +631,23 @@ class Registry:
         """
         if any(self.shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
             return True
-        of, variants = (operation, args), self.variants
-        return variants.are_many(("numbers", *of), numbers, MAX_CONSTANT_NUMBERS) or (
-            bool(arrays) and variants.are_many(("arrays", *of), arrays, MAX_CONSTANT_ARRAYS)
+        of, holds = (operation, args), self.assumptions.holds
+        return not (
+            holds("variants", ("numbers", *of), numbers, MAX_CONSTANT_NUMBERS)
+            and (not arrays or holds("variants", ("arrays", *of), arrays, MAX_CONSTANT_ARRAYS))
         )
+
+    def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
+        """Warns once something, as `what` says it, has been met with many closures."""
+        known = self.assumptions.version("closures")
+        self.assumptions.holds("closures", of, variant, MANY_CLOSURES - 1)
+        if self.assumptions.version("closures") > known:
+            warnings.warn(
+                f"{what} has been met with {MANY_CLOSURES} different closures, each of which makes "
+                "node types of its own that are compiled and batched by themselves. Pass what "
+                "changes as a positional argument, and arrays as part of the instance; "
+                "`help(jedbatch.errors.RecompilationWarning)` says more.",
+                RecompilationWarning,
+                stacklevel=2,
+            )
+            self.warned.add(RecompilationWarning)

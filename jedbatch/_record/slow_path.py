@@ -260,7 +260,7 @@ def cell_call_spec(
     is_new = call_spec.node_type >= num_types
     recorder.caching &= call_spec.node_type not in recorder.registry.unseen
     if hasattr(fn, "__code__") and is_new:
-        recorder.registry.variants.warn_if_many(fn.__code__, found.identity, f"cell `{cell.name}`")
+        recorder.registry.warn_if_many(fn.__code__, found.identity, f"cell `{cell.name}`")
     calls = found.identity, found.options
     if recorder.grouping is None:
         is_operand = [slot == "value" for slot in found.slots]

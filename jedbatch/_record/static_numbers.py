@@ -52,7 +52,8 @@ def with_data(
         return None
     registry = recorder.registry
     key = registry.keys.primitive_key(primitive, params | {name: None})
-    if not registry.variants.are_many(("parameter", key.skeleton), number, MAX_CONSTANT_NUMBERS):
+    about = "parameter", key.skeleton
+    if registry.assumptions.holds("variants", about, number, MAX_CONSTANT_NUMBERS):
         return None
     parts = _parts(primitive, values, params) if primitive.name == "scan" else (0, 1)
     read = _with_values(recorder, values, range(parts[0], sum(parts)))

@@ -82,10 +82,10 @@ def trace(
     def assumed() -> object:
         """The operands and what recurs: where they change, the same is recorded in two ways."""
         revision = grouping and grouping.revision
-        operands = registry.shared_operands.revision
+        operands, assumptions = registry.shared_operands.revision, registry.assumptions
         if next(looks) > 2 * MAX_RECORDINGS:
             return operands, revision
-        return registry.lifting.num_lifted, registry.variants.num_varying, operands, revision
+        return registry.lifting.num_lifted, assumptions.version("variants"), operands, revision
 
     while True:
         recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)

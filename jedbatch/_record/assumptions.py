@@ -1,0 +1,72 @@
+"""`Assumptions`: what is constant until more than a few variants of it were met, then data.
+
+    lax.fori_loop(0, 3, step, x)        lax.fori_loop(0, 8, step, x)        lax.fori_loop(0, 5, ...)
+
+A variant is one value of something that is part of an operation's type: a number in its body, the
+closure of a cell, the length of a list. XLA computes with constants best, so a few variants are
+types of their own. With more of them there would be as many types as instances; then the same is
+an operand. What has failed once is never assumed again.
+
+What was recorded under an assumption that fails is recorded once more. There is a version for each
+*group* of assumptions, since recording again takes long, and what has to be done is not the same:
+
+numbers, variants, recursion   The instances that are being recorded are recorded once more.
+shared                         The same; and records of earlier instances are forgotten.
+types                          Records are forgotten: types that had been met have become others.
+regions                        Records of arrays that differ in length are forgotten.
+lengths, floats                Keys of instances change, and with them their records.
+
+Groups that are not among these count variants and have no records to renew.
+"""
+
+import collections
+from collections.abc import Hashable
+
+from jedbatch._support.caches import Budget, Memory, each
+
+VARIANTS_BYTES = 1 << 10  # of the variants of one thing, about
+
+
+class Assumptions:
+    """What is assumed of all that was met, and how often that has turned out otherwise.
+
+    Args:
+      budget: of bytes for variants. They are counted anew once they are forgotten; what has failed
+        is not forgotten.
+    """
+
+    def __init__(self, budget: Budget | None = None):
+        self._met: dict[Hashable, set[Hashable]] = Memory(None, budget, each(VARIANTS_BYTES))
+        self._failed: set[Hashable] = set()
+        self._versions: collections.Counter[str] = collections.Counter()
+
+    def __len__(self) -> int:
+        """Returns how many assumptions have failed."""
+        return len(self._failed)
+
+    def holds(self, group: str, about: Hashable, variant: Hashable, most: int) -> bool:
+        """Notes a variant; returns whether no more than `most` of the same thing have been met."""
+        key = group, about
+        met = self._met.get(key)
+        if met is None:
+            if key in self._failed:
+                return False
+            met = self._met[key] = set()
+        if len(met) <= most:
+            met.add(variant)
+            if len(met) > most:
+                self._failed.add(key)
+                self.fail(group)
+        return len(met) <= most
+
+    def has_failed(self, group: str, about: Hashable) -> bool:
+        """Returns whether more variants of something were met than are constants."""
+        return (group, about) in self._failed
+
+    def fail(self, group: str) -> None:
+        """Notes that something else that was assumed of a group has turned out otherwise."""
+        self._versions[group] += 1
+
+    def version(self, *groups: str) -> int:
+        """Returns how often assumptions of some groups have failed."""
+        return sum([self._versions[group] for group in groups])
