@@ -20,7 +20,8 @@ Groups that are not among these count variants and have no records to renew.
 """
 
 import collections
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
+from typing import Any
 
 from jedbatch._support.caches import Budget, Memory, each
 
@@ -58,6 +59,10 @@ class Assumptions:
                 self._failed.add(key)
                 self.fail(group)
         return len(met) <= most
+
+    def met(self, group: str, about: Hashable) -> Collection[Any]:
+        """Returns variants of something: no more than were constants and the next, or none."""
+        return self._met.get((group, about), ())
 
     def has_failed(self, group: str, about: Hashable) -> bool:
         """Returns whether more variants of something were met than are constants."""

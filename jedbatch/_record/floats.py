@@ -19,10 +19,10 @@ from jedbatch._jaxpr.interpret import inner_programs
 from jedbatch._jaxpr.same_programs import RULES_OF
 from jedbatch._jaxpr.versions import without_consts
 from jedbatch._record.arithmetic import Arithmetic, Operands, PythonNumber, as_jax_sees
+from jedbatch._record.assumptions import Assumptions
 from jedbatch._record.cell import recording
 from jedbatch._record.inlining import is_of_user
 from jedbatch._record.instance_arrays import FLOAT_TYPES, with_arrays_for_floats
-from jedbatch._record.lifting import Lifting
 from jedbatch._record.registry import MAX_CONSTANT_NUMBERS
 from jedbatch._record.symbols import RecorderLike, Value
 from jedbatch._support.caches import Budget, Memory
@@ -173,15 +173,13 @@ class Floats:
 
     Attributes:
       apart: why floats are constants, however many there are; None if they need not be.
-      revision: how often other operands were found.
     """
 
-    def __init__(self, lifting: Lifting, budget: Budget):
+    def __init__(self, assumptions: Assumptions, budget: Budget):
         self.apart: str | None = None
-        self.revision = 0
+        self._assumptions = assumptions
         self._forms: dict[Hashable, Form] = Memory(None, budget, lambda *_: FORM_BYTES)
         self._of_lengths: dict[Hashable, Form] = Memory(None, budget, lambda *_: FORM_BYTES)
-        self._lifting = lifting
         self._left = MOST_TRIED
         self._are_some_operands = False
 
@@ -225,7 +223,7 @@ class Floats:
           form: of it.
           written: its floats as in its key.
         """
-        are_lifted = self._are_some_operands and self._lifting.num_lifted > 0
+        are_lifted = self._are_some_operands and self._assumptions.version("numbers") > 0
         if not (form.are_operands or are_lifted):
             return None
         self._are_some_operands = True
@@ -249,7 +247,8 @@ class Floats:
                 arithmetic, missing = instance.form.arithmetic, instance.operands.missing
                 arithmetic.note_read([k for k in missing if k not in arithmetic.read])
                 found = True
-        self.revision += found
+        if found:
+            self._assumptions.fail("floats")
         return found
 
 

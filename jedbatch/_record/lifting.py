@@ -8,6 +8,7 @@ become operands.
 
 import math
 from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jax.core import Tracer
 from jedbatch._jaxpr.numbers import Number, is_number, with_numbers
 from jedbatch._record.arithmetic import Arithmetic, as_jax_sees
 from jedbatch._record.asking import Asked
+from jedbatch._record.assumptions import Assumptions
 from jedbatch._record.closures import function_identity
 from jedbatch._record.environment import Weakly
 from jedbatch._record.held import OPERAND, held_functions, held_values, with_held_values
@@ -44,52 +46,43 @@ class Lifted(NamedTuple):
     operands: list[Number]
 
 
-class NumbersMet:
-    """The numbers that one operation held.
+@dataclass
+class VaryingNumbers:
+    """The numbers of an operation of which more than a few sets were met.
 
     Attributes:
-      first: those of the first call.
-      varying: positions of those that differed, once there were more than a few sets of them.
+      first: those of the first call since.
+      varying: positions of those that differed.
       fixed: positions of those that are part of the type however many there are.
     """
 
-    def __init__(self, first: tuple[Number, ...]):
-        self.first = first
-        self.varying: tuple[int, ...] = ()
-        self.fixed: frozenset[int] = frozenset()
-        self._sets: set[tuple[bytes, ...]] = set()
+    first: tuple[Number, ...]
+    varying: tuple[int, ...] = ()
+    fixed: frozenset[int] = frozenset()
 
-    def add(self, numbers: tuple[Number, ...], max_constant: int) -> None:
-        """Compares the numbers of another call with those that were met."""
-        keys = tuple([x.key for x in numbers])
-        if not self.varying and not self.fixed:
-            self._sets.add(keys)
-            if len(self._sets) <= max_constant:
-                return
-        differ = {
-            k
-            for keys_met in (keys, *self._sets)
-            for k, (a, b) in enumerate(zip(keys_met, self.first, strict=True))
-            if a != b.key
-        }
-        if not differ.issubset({*self.varying, *self.fixed}):
-            self.varying = tuple(sorted(differ.union(self.varying) - self.fixed))
-        self._sets.clear()
+    def compare(self, keys: Sequence[bytes]) -> bool:
+        """Compares the numbers of another call with the first; returns whether more differ."""
+        differ = {k for k, (a, b) in enumerate(zip(keys, self.first, strict=True)) if a != b.key}
+        if differ.issubset({*self.varying, *self.fixed}):
+            return False
+        self.varying = tuple(sorted(differ.union(self.varying) - self.fixed))
+        return True
 
 
 class Lifting:
     """The numbers held by operations that are operands.
 
-    Attributes:
+    Args:
       max_constant: sets of numbers of one operation that are constants.
-      num_lifted: numbers that turned out to be operands.
+      assumptions: which operations have no more of them.
+      budget: of bytes.
     """
 
-    def __init__(self, max_constant: int, budget: Budget | None = None):
-        self.max_constant = max_constant
-        self.num_lifted = 0
+    def __init__(self, max_constant: int, assumptions: Assumptions, budget: Budget | None = None):
+        self._max_constant = max_constant
+        self._assumptions = assumptions
         of_numbers = each(NUMBERS_BYTES)
-        self._met: dict[Hashable, NumbersMet] = Memory(None, budget, of_numbers)
+        self._varying: dict[Hashable, VaryingNumbers] = {}
         self._compared: dict[Hashable, None] = Memory(None, budget, of_numbers)
         self._apart: dict[int, set[tuple]] = Memory(None, budget, of_numbers)
         self._asks: dict[int, Asked] = Memory(None, budget, of_numbers)
@@ -102,11 +95,19 @@ class Lifting:
           skeleton: the operation without its numbers.
           numbers: all of them.
         """
-        numbers_met = self._met.setdefault(skeleton, NumbersMet(numbers))
-        before = len(numbers_met.varying)
-        numbers_met.add(numbers, self.max_constant)
-        self.num_lifted += len(numbers_met.varying) - before
-        return numbers_met.varying
+        if not numbers:
+            return ()
+        keys = tuple([x.key for x in numbers])
+        if self._assumptions.holds("numbers", skeleton, keys, self._max_constant):
+            return ()
+        known = self._varying.get(skeleton)
+        if known is None:
+            known = self._varying[skeleton] = VaryingNumbers(numbers)
+            for others in self._assumptions.met("numbers", skeleton):
+                known.compare(others)
+        elif known.compare(keys):
+            self._assumptions.fail("numbers")
+        return known.varying
 
     def note_asking(self, call_spec: int, asked: Asked) -> None:
         """Notes whether Python asks what numbers are in calls of this id (see `asking`)."""
@@ -165,12 +166,10 @@ class Lifting:
 
         For numbers that Python must know, such as lengths.
         """
-        numbers_met = self._met.get(skeleton)
-        if numbers_met is None:  # forgotten: few sets of numbers are constants
-            return
-        integers = [k for k in numbers_met.varying if numbers_met.first[k].value.dtype.kind in "iu"]
-        numbers_met.fixed = numbers_met.fixed.union(integers or numbers_met.varying)
-        numbers_met.varying = tuple([k for k in numbers_met.varying if k not in numbers_met.fixed])
+        known = self._varying[skeleton]
+        integers = [k for k in known.varying if known.first[k].value.dtype.kind in "iu"]
+        known.fixed = known.fixed.union(integers or known.varying)
+        known.varying = tuple([k for k in known.varying if k not in known.fixed])
 
     def of_closure(
         self,

@@ -152,9 +152,10 @@ class Registry:
         self.warned: set[type] = set()  # of performance
         self.assumptions = Assumptions(budget)
         self.custom = CustomFunctions(budget)
-        self.lifting = Lifting(MAX_CONSTANT_NUMBERS, budget)
+        self.lifting = Lifting(MAX_CONSTANT_NUMBERS, self.assumptions, budget)
         self.arities = Arities(self.node_types, self._add_type_like, self.keys.params_key)
-        self.shared_operands = SharedOperands((self.operations, self.operators, self.chains))
+        known = self.operations, self.operators, self.chains
+        self.shared_operands = SharedOperands(known, self.assumptions)
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
         self._types: tuple[NodeType, ...] = ()
 
@@ -389,9 +390,9 @@ class Registry:
 
         Calls with numbers that were constants until now are described anew (see `Lifting`).
         """
-        num_lifted = self.lifting.num_lifted
+        before = self.assumptions.version("numbers")
         found = self.lifting.of_closure(fn, self.reached, self.things_reached, computed)
-        if self.lifting.num_lifted != num_lifted:
+        if self.assumptions.version("numbers") != before:
             self.forget_calls()
         return found
 

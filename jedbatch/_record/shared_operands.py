@@ -29,6 +29,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from jax.core import ShapedArray
 
+from jedbatch._record.assumptions import Assumptions
 from jedbatch._record.shared_values import SharedValue
 
 MAX_WAYS = 3  # of mixing shared arrays and values in calls of a cell that are types of their own
@@ -48,27 +49,24 @@ class SharedOperands:
 
     Args:
       known: how operations were recorded before; forgotten when one has others as values.
+      assumptions: which arguments of theirs are no values.
 
     Attributes:
-      revision: how often an argument became a value.
       num_instances: how many have been recorded.
       is_one_by_one: whether instances say where they begin. In a lazy scope none does; there one is
         taken to begin where an operation meets a new way after another met one that was known.
     """
 
-    def __init__(self, known: Sequence[dict]) -> None:
-        self.revision = 0
+    def __init__(self, known: Sequence[dict], assumptions: Assumptions) -> None:
         self._known = known
+        self._assumptions = assumptions
         self._ways: dict[Hashable, set[tuple[int, ...]]] = {}
         self._values: dict[Hashable, set[int]] = {}
         self.num_instances = 0
         self.is_one_by_one = True
         self._is_repeated = False  # something since the last new way
         self._ways_of_operations: dict[Hashable, set[tuple[int, ...]]] = {}
-        self._new_in: dict[Hashable, set[int]] = {}
-        self._new_in_any: set[int] = set()
         self._with_values: set[Hashable] = set()  # operations
-        self._lengths: dict[Hashable, set[int]] = {}  # of lists with shared elements, by element
 
     def __len__(self) -> int:
         """Returns how many ways are kept."""
@@ -108,15 +106,14 @@ class SharedOperands:
         ways.add(way)
         self.num_instances += self._is_repeated and not self.is_one_by_one
         self._is_repeated = False
-        new_in = self._new_in.setdefault(operation, set())
-        for instances, most in ((new_in, MAX_INSTANCES), (self._new_in_any, MAX_INSTANCES_IN_ALL)):
-            if len(instances) <= most:
-                instances.add(self.num_instances)
-        in_all = len(self._new_in_any) > MAX_INSTANCES_IN_ALL and len(ways) > 1
-        if len(new_in) <= MAX_INSTANCES and not in_all:
+        holds, instance = self._assumptions.holds, self.num_instances
+        is_rare = holds("new ways", operation, instance, MAX_INSTANCES)
+        are_all_rare = holds("new ways", None, instance, MAX_INSTANCES_IN_ALL)
+        if is_rare and (are_all_rare or len(ways) == 1):
             return []
         self._with_values.add(operation)
-        del self._ways_of_operations[operation], self._new_in[operation]
+        del self._ways_of_operations[operation]
+        self._assumptions.fail("shared")
         self._begin_anew()
         return small
 
@@ -132,17 +129,15 @@ class SharedOperands:
             return False
         if not all(_is_element(name, aval) for aval in avals):
             return False
-        first = avals[0]
-        lengths = self._lengths.setdefault((name, first.shape, first.dtype), set())
-        num_lengths = len(lengths)
-        lengths.add(len(indices))
-        if len(lengths) > num_lengths == 1:
-            self._begin_anew()
-        return len(lengths) > 1
+        element = name, avals[0].shape, avals[0].dtype
+        are_many = self._assumptions.has_failed("shared", element)
+        if are_many or self._assumptions.holds("shared", element, len(indices), 1):
+            return are_many
+        self._begin_anew()
+        return True
 
     def _begin_anew(self) -> None:
-        """Has what was recorded be recorded again."""
-        self.revision += 1
+        """Forgets how operations were recorded, as some have others as values now."""
         for known in self._known:
             known.clear()
 
@@ -172,7 +167,7 @@ class SharedOperands:
             mixed = VALUE in indices and len(set(indices)) > 1
             if mixed and k not in values and sizes[k] <= MAX_SIZE:
                 values.add(k)
-                self.revision += 1
+                self._assumptions.fail("shared")
         fewer = {_with_values(way, values) for way in ways}
         ways.clear()
         ways.update(fewer)

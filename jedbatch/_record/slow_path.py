@@ -283,10 +283,10 @@ def _make_values(
         (x.index if type(x) is Shared else VALUE, x.aval.shape, x.aval.dtype)
         for x in (leaves[k] for k in places)
     ]
-    revision = registry.shared_operands.revision
+    before = registry.assumptions.version("shared")
     for k in registry.shared_operands.note((cell, tuple(places)), arguments):
         leaves[places[k]] = recorder.shared_value(leaves[places[k]])
-    if registry.shared_operands.revision != revision:
+    if registry.assumptions.version("shared") != before:
         registry.forget_calls()
 
 

@@ -82,10 +82,9 @@ def trace(
     def assumed() -> object:
         """The operands and what recurs: where they change, the same is recorded in two ways."""
         revision = grouping and grouping.revision
-        operands, assumptions = registry.shared_operands.revision, registry.assumptions
         if next(looks) > 2 * MAX_RECORDINGS:
-            return operands, revision
-        return registry.lifting.num_lifted, assumptions.version("variants"), operands, revision
+            return registry.assumptions.version("shared"), revision
+        return registry.assumptions.version("numbers", "variants", "shared"), revision
 
     while True:
         recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)

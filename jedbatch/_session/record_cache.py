@@ -123,7 +123,7 @@ class RecordCache:
     def __init__(self, registry: Registry, options: Options, target: Target):
         self.registry = registry
         self.num_recorded = 0
-        self.floats = Floats(registry.lifting, registry.budget)
+        self.floats = Floats(registry.assumptions, registry.budget)
         self.grouping = GRANULARITIES[options.granularity or "cell"](registry)
         self.merging = Merging(registry) if options.granularity is None else None
         self.unmarked: Blocks | None = self.merging.blocks if self.merging else None
@@ -242,11 +242,11 @@ class RecordCache:
     def revision(self) -> int:
         """How often types that had been met became others."""
         merged = sum(x.revision for x in (self.lists, self.readouts) if x)
-        return merged + self.registry.arities.revision + self.registry.shared_operands.revision
+        return merged + self.registry.arities.revision + self.registry.assumptions.version("shared")
 
     def assumed(self) -> tuple[Hashable, ...]:
         """Returns assumptions about lengths, numbers, floats and lists, and granularity."""
-        floats = self.floats.revision, self.floats.apart
+        floats = self.registry.assumptions.version("floats"), self.floats.apart
         return self.lengths.revision, self.regions.revision, self.revision, self.grouping, floats
 
     @property
