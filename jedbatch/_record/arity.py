@@ -30,6 +30,7 @@ from jedbatch._graph.operations import ListOperands, Operation
 from jedbatch._graph.types import LENGTH, NodeType, ValueType, operation_of
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
+from jedbatch._record.assumptions import Assumptions
 from jedbatch._record.cell import pause
 from jedbatch._record.element_functions import ElementFunction, Makers, find_functions
 from jedbatch._record.instance_arrays import flatten
@@ -111,20 +112,19 @@ class CellCalls:
         self.slots[node_type] = tuple(slots)
         self._weak[node_type] = _weak_among_others(of, self.lists[node_type], slots)
 
-    @property
-    def num_lengths(self) -> int:
-        """Of lists, how many have been met; several of one length where some elements are weak."""
-        return len({(self._weak[t], *(x.length for x in xs)) for t, xs in self.lists.items()})
+    def lengths(self, node_type: int) -> tuple[Hashable, ...]:
+        """The lengths of the lists of a type, and which elements are weak where some are."""
+        return self._weak[node_type], *(x.length for x in self.lists[node_type])
 
     @property
     def longest(self) -> int:
         """The length of the longest list that has been met."""
         return max((x.length for lists in self.lists.values() for x in lists), default=0)
 
-    def roll(self, node_types: Sequence[NodeType]) -> dict[Hashable, list[Rolled]]:
+    def roll(self, node_types: Sequence[NodeType], many: bool) -> dict[Hashable, list[Rolled]]:
         """Returns types that compute the same for lists of any length.
 
-        Those of long lists, and if there are many lengths, those that others are like.
+        Those of long lists, and if there are `many` lengths, those that others are like.
         """
         for t in self.lists.keys() - self.rolled.keys():
             if varying := self._varying(t):  # lists of others may vary yet
@@ -136,7 +136,6 @@ class CellCalls:
             for r in types:
                 if r.keys[counts] is not None:
                     by_key.setdefault(r.keys[counts], []).append(r)
-            many = self.num_lengths > MAX_ARITIES
             for key, same in by_key.items():
                 lengths = {r.length for r in same}
                 long = max(lengths) > LONG
@@ -349,6 +348,7 @@ class Arities:
       node_types: the types by their ids.
       add_type: gives a type its id; the second argument is that of a type like it.
       key_of: gives what parameters of operations are told apart by.
+      assumptions: which cells have lists of few lengths.
 
     Attributes:
       padded: by the id of a type, how its nodes are nodes of another type.
@@ -359,19 +359,15 @@ class Arities:
         node_types: Sequence[NodeType],
         add_type: Callable[[NodeType, int], int],
         key_of: Callable[[Any], Hashable],
+        assumptions: Assumptions,
     ):
         self.padded: dict[int, PaddedCalls] = {}
-        self._changed = 0
+        self._assumptions = assumptions
         self._node_types = node_types
         self._add_type = add_type
-        self._makers = Makers(node_types, add_type)
+        self._makers = Makers(node_types, add_type, assumptions)
         self._key_of = key_of
         self._cells: dict[Hashable, CellCalls] = {}
-
-    @property
-    def revision(self) -> int:
-        """How often types that had been met became another type."""
-        return self._changed + self._makers.revision
 
     def note(
         self,
@@ -400,13 +396,16 @@ class Arities:
             return
         calls.add(node_type, self._node_types[node_type], args, slots, listed)
         self._makers.note(node_type, cell)
-        if calls.num_lengths <= MAX_ARITIES and calls.longest <= LONG:
+        lengths = calls.lengths(node_type)
+        few = self._assumptions.holds("lengths of lists", cell, lengths, MAX_ARITIES)
+        if few and calls.longest <= LONG:
             return
-        for key, same in calls.roll(self._node_types).items():
+        for key, same in calls.roll(self._node_types, not few).items():
             for rolled in same:
                 if rolled.node_type not in self.padded:
                     self.padded[rolled.node_type] = self._padded(cell, rolled, key)
-                    self._changed += rolled.node_type != node_type
+                    if rolled.node_type != node_type:
+                        self._assumptions.fail("types")
 
     def _padded(self, cell: Hashable, rolled: Rolled, key: Any) -> PaddedCalls:
         calls = self._cells[cell]

@@ -24,6 +24,7 @@ from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.interpret import cares_for_padding, has_gradient, performs, work
 from jedbatch._jaxpr.list_expressions import Expressions
+from jedbatch._record.assumptions import Assumptions
 from jedbatch._record.cell import pause
 from jedbatch._support.types import Array
 
@@ -191,15 +192,20 @@ class Makers:
     Args:
       node_types: the types by their ids.
       add_type: gives a type its id; the second argument is that of a type like it.
+      assumptions: fail where types compute more than before.
 
     Attributes:
       made: what nodes compute besides, by the kind of their type.
-      revision: how often this has become more.
     """
 
-    def __init__(self, node_types: Sequence[NodeType], add_type: Callable[[NodeType, int], int]):
+    def __init__(
+        self,
+        node_types: Sequence[NodeType],
+        add_type: Callable[[NodeType, int], int],
+        assumptions: Assumptions,
+    ):
         self.made: dict[Hashable, tuple[Made, ...]] = {}
-        self.revision = 0
+        self._assumptions = assumptions
         self._node_types = node_types
         self._add_type = add_type
         self._adopted: dict[tuple[ElementFunction, ...], bool] = {}
@@ -258,7 +264,7 @@ class Makers:
             if self._decided[kind, made]:
                 self.made[kind] = (*self.made.get(kind, ()), made)
                 self._by_type.clear()
-                self.revision += 1
+                self._assumptions.fail("types")
         return self._decided[kind, made] and self._can_compute_more(use.node_type)
 
     def places(self, function: ElementFunction) -> Iterator[tuple[int, int, int]]:

@@ -39,11 +39,6 @@ class Grouping(Protocol):
         """Returns what gives call sites (see `Sites.here`), if it takes them."""
         ...
 
-    @property
-    def revision(self) -> int:
-        """The number of times that what was recorded first would now be recorded otherwise."""
-        ...
-
     def group(
         self, recorder: Any, outputs: list[int], ends: list[tuple[int, ...]]
     ) -> Columns | None:

@@ -153,7 +153,9 @@ class Registry:
         self.assumptions = Assumptions(budget)
         self.custom = CustomFunctions(budget)
         self.lifting = Lifting(MAX_CONSTANT_NUMBERS, self.assumptions, budget)
-        self.arities = Arities(self.node_types, self._add_type_like, self.keys.params_key)
+        self.arities = Arities(
+            self.node_types, self._add_type_like, self.keys.params_key, self.assumptions
+        )
         known = self.operations, self.operators, self.chains
         self.shared_operands = SharedOperands(known, self.assumptions)
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`

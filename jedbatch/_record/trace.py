@@ -79,12 +79,10 @@ def trace(
 
     looks = itertools.count()
 
-    def assumed() -> object:
+    def assumed() -> int:
         """The operands and what recurs: where they change, the same is recorded in two ways."""
-        revision = grouping and grouping.revision
-        if next(looks) > 2 * MAX_RECORDINGS:
-            return registry.assumptions.version("shared"), revision
-        return registry.assumptions.version("numbers", "variants", "shared"), revision
+        more = () if next(looks) > 2 * MAX_RECORDINGS else ("numbers", "variants")
+        return registry.assumptions.version("shared", "recursion", *more)
 
     while True:
         recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)

@@ -241,8 +241,7 @@ class RecordCache:
     @property
     def revision(self) -> int:
         """How often types that had been met became others."""
-        merged = sum(x.revision for x in (self.lists, self.readouts) if x)
-        return merged + self.registry.arities.revision + self.registry.assumptions.version("shared")
+        return self.registry.assumptions.version("types", "shared")
 
     def assumed(self) -> tuple[Hashable, ...]:
         """Returns assumptions about lengths, numbers, floats and lists, and granularity."""

@@ -5,6 +5,7 @@ import types
 
 import pytest
 
+from jedbatch._record.assumptions import Assumptions
 from jedbatch._record.granularity import call_sites
 from jedbatch._support.frames import RECORDS_CALLS
 
@@ -14,7 +15,7 @@ exec("def outermost(fn, *args):\n    return fn(*args)", OUTER)
 
 def sites_of(fn, *args, again=1):
     """Returns what `fn` lists in its first argument, called under a function that records calls."""
-    sites, found = call_sites.Sites(), []
+    sites, found = call_sites.Sites(Assumptions()), []
 
     def note():
         found.append(sites.here()[0])
@@ -64,11 +65,11 @@ def test_levels_of_a_recursion_share_sites(depth):
     sites, found = sites_of(recursive, depth)
     assert len(found) == 2 ** (depth + 1) - 1
     assert len(set(found)) > 1
-    assert sites.revision == 1
+    assert sites._assumptions.version("recursion") == 1
     found.clear()
     OUTER["outermost"](recursive, lambda: found.append(sites.here()[0]), depth)
     assert len(set(found)) == 1
-    assert sites.revision == 1
+    assert sites._assumptions.version("recursion") == 1
 
 
 def test_paths_end_somewhere(monkeypatch):
@@ -84,7 +85,7 @@ def test_paths_end_somewhere(monkeypatch):
 
 def test_the_outermost_call_is_recognized():
     """Whether a function is still in the same call, not only at the same place."""
-    sites, same = call_sites.Sites(), []
+    sites, same = call_sites.Sites(Assumptions()), []
     note = lambda: same.append(sites.here()[1])  # noqa: E731
     OUTER["outermost"](in_a_loop, note, 2)
     OUTER["outermost"](in_a_loop, note, 1)
@@ -117,7 +118,7 @@ def test_functions_of_libraries_do_not_recur_for_the_user():
     _, found = sites_of(lambda note, n: library.call(note, n), 3)
     sites, more = sites_of(lambda note, n: library.call(note, n), 5)
     assert len(found) == len(more) == 1
-    assert sites.revision == 0
+    assert sites._assumptions.version("recursion") == 0
 
 
 def test_instructions_are_known_by_their_beginning():
@@ -168,7 +169,7 @@ def test_units_are_called_by_what_recurs_or_loops():
 
 
 def test_units_are_whole_where_there_is_no_function_for_a_step():
-    sites = call_sites.Sites()
+    sites = call_sites.Sites(Assumptions())
     found = []
     exec("def loop(sites, found):\n  for _ in range(2): found.append(sites.here()[0])", names := {})
     OUTER["outermost"](names["loop"], sites, found)

@@ -21,6 +21,7 @@ from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import NamedTuple
 
+from jedbatch._record.assumptions import Assumptions
 from jedbatch._support.frames import is_private, records_calls
 
 MAX_FRAMES = 256  # of one path
@@ -47,11 +48,12 @@ class Unit(NamedTuple):
 class Sites:
     """Call sites met so far, as small integers.
 
-    Attributes:
-      revision: how many functions have been found to recur.
+    Args:
+      assumptions: that functions do not recur.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, assumptions: Assumptions) -> None:
+        self._assumptions = assumptions
         self._kinds: dict[int, int] = {}  # by the id of the code: comparing codes is slow
         self._codes: dict[int, CodeType] = {}
         self._starts: dict[int, list[int]] = {}  # of the instructions
@@ -59,7 +61,6 @@ class Sites:
         self._ids: dict[tuple[int, ...], int] = {}
         self._onward: dict[tuple[int, int], bool] = {}
         self._last: FrameType | None = None
-        self.revision = 0
 
     def here(self) -> tuple[int, bool]:
         """(site of the caller, whether the same call of a function was the outermost before)."""
@@ -85,7 +86,7 @@ class Sites:
             if kind == _USER:
                 if code in users:
                     kinds[code] = _RECURSIVE
-                    self.revision += 1
+                    self._assumptions.fail("recursion")
                     break
                 users.append(code)
             frame = frame.f_back

@@ -140,7 +140,7 @@ class Blocks:
 
     def __init__(self, registry: Registry):
         self._registry = registry
-        self._sites = Sites()
+        self._sites = Sites(registry.assumptions)
         self._tokens = Tokens(registry, self._sites)
         self._blocks: dict[Pattern, Block] = {}
         self._stretches: dict[tuple, list[Part] | None] = {}
@@ -152,11 +152,6 @@ class Blocks:
     def here(self) -> Callable[[], tuple[int, bool]] | None:
         """Returns what gives call sites; None while blocks are found without them."""
         return self._sites.here if self._needs_sites else None
-
-    @property
-    def revision(self) -> int:
-        """The number of times that what was recorded first would now be recorded otherwise."""
-        return self._sites.revision
 
     def group(
         self, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]

@@ -72,19 +72,16 @@ class StackedLists:
     """Merges operations on stacks of many lengths. Belongs to one registry.
 
     Attributes:
-      revision: how often stacks that had been met have turned out to be of many lengths.
       axes: finds the axes of lists.
     """
 
     def __init__(self, registry: Registry):
-        self.revision = 0
         self.registry = registry
         self._num_seen = 0
         self._length: dict[int, int] = {}  # by the type of a stack
         self._axis: dict[int, int] = {}
         self._each: dict[int, int] = {}  # rows of an element along it
         self._family: dict[int, Hashable] = {}  # what stacks that differ in length have in common
-        self._lengths: dict[Hashable, set[int]] = {}
         self._num_uses: dict[Hashable, dict[int, set[int]]] = {}  # and lengths, by the number
         self._call_specs: dict[Hashable, CallSpec | None] = {}
         self._templates: Memory = Memory(  # the lengths they were found with
@@ -106,7 +103,8 @@ class StackedLists:
         return _Merging(self, nodes, stacks).merged() if len(stacks) else None
 
     def _is_many(self, family: Hashable) -> bool:
-        return len(self._lengths[family]) > 1
+        """Returns whether stacks have been met that differ in length."""
+        return self.registry.assumptions.has_failed("types", family)
 
     def _look(self) -> None:
         """Finds the stacks among new types."""
@@ -119,9 +117,7 @@ class StackedLists:
                     rolled = self.axes.of_results(t, roles, length)
                     axis = rolled[0] or 0 if rolled else axis
                 family = types[t].name, types[t].operands[0], axis
-                was_many = family in self._lengths and self._is_many(family)
-                self._lengths.setdefault(family, set()).add(length)
-                self.revision += self._is_many(family) and not was_many
+                self.registry.assumptions.holds("types", family, length, 1)
                 self._family[t], self._length[t], self._axis[t] = family, length, axis
                 self._each[t] = types[t].results[0].shape[axis] // length
         self._num_seen = len(types)
@@ -132,7 +128,8 @@ class StackedLists:
         for t in stacks:
             lengths = self._num_uses.setdefault(self._family[t], {})
             lengths.setdefault(num_uses, set()).add(self._length[t])
-        self.revision += self.are_used_apart(stacks) and not were_apart
+        if self.are_used_apart(stacks) and not were_apart:
+            self.registry.assumptions.fail("types")
 
     def are_used_apart(self, stacks: Sequence[int]) -> bool:
         """Returns whether each use of stacks of some types is a node.

@@ -70,14 +70,12 @@ class Ends(NamedTuple):
 class Readouts:
     """Merges the read-outs of instances. Belongs to one registry.
 
-    Attributes:
-      revision: how often fewer operations have turned out to be the same at the end of all
-        instances, or more results of theirs to be read.
+    Those of earlier instances are others once fewer operations turn out to be the same at the end
+    of all instances, or more results of theirs to be read.
     """
 
     def __init__(self, registry: Registry):
         self.registry = registry
-        self.revision = 0
         self._length: int | None = None  # operations of the read-out, once there were instances
         self._returned: frozenset[int] = frozenset()
         self._parts: dict[tuple, list[ReadoutPart]] = {}
@@ -89,7 +87,7 @@ class Readouts:
         """Takes operations on arrays of any length for others from now on, after cells."""
         if not self._takes_ragged:
             self._takes_ragged = True
-            self.revision += 1
+            self.registry.assumptions.fail("types")
             self._length, self._returned = None, frozenset()
             for known in (self._parts, self._is_plain, self._is_cell):
                 known.clear()
@@ -105,7 +103,8 @@ class Readouts:
             return graph
         length = self._common(graph)
         if self._length is None or length < self._length:
-            self.revision += self._length is not None
+            if self._length is not None:
+                self.registry.assumptions.fail("types")
             self._length = length
             self._parts.clear()
             self._returned = frozenset()
@@ -114,13 +113,15 @@ class Readouts:
         ends = _ends(graph, self._length)
         returned = self._returned.union(_returned(graph, ends))
         if returned != self._returned:
-            self.revision += bool(self._parts)
+            if self._parts:
+                self.registry.assumptions.fail("types")
             self._parts.clear()
             self._returned = returned
         patterns, which = _distinct(ends.reads)
         keys = [(ends.types, tuple(reads)) for reads in patterns.tolist()]
         if len(self._parts.keys() | keys) > MOST_PATTERNS:
-            self.revision += bool(self._parts)
+            if self._parts:
+                self.registry.assumptions.fail("types")
             self._length = 0
             return graph
         for key in keys:
