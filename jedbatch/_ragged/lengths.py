@@ -39,6 +39,7 @@ from jedbatch._jaxpr.symbolic_dims import (
 from jedbatch._program.stopped import shown_instances
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.length_families import ArrayType, LengthFamily, Pair, SymbolicTypes
+from jedbatch._record.assumptions import Assumptions
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
@@ -79,26 +80,28 @@ class Lengths:
     Args:
       off: see the attribute.
       families: where those seen are kept.
+      assumptions: fail where instances are recorded under other lengths than before.
 
     Attributes:
       off: why lengths are not told apart from shapes; None as long as they are.
       longest: the greatest length there was.
       bound: the greatest length there can be, if the function has to know one.
       least: the least length that arrays have which are recorded for all lengths.
-      revision: how often it has changed under which lengths instances are recorded.
       changes: how often a length was seen that may have changed what `look` returns.
       apart: why some instances of those looked at last are told apart by their lengths, if any are;
         it names them, unless all are.
       are_some_apart: whether some are, for a reason besides lengths that are compared.
     """
 
-    def __init__(self, off: str | None, families: dict[Hashable, LengthFamily]):
+    def __init__(
+        self, off: str | None, families: dict[Hashable, LengthFamily], assumptions: Assumptions
+    ):
         self.off = off
+        self._assumptions = assumptions
         self.longest = 0
         self.bound: int | None = None
         self._limits: dict[int, None] = {}
         self.least = 1
-        self.revision = 0
         self.changes = 0
         self._families = families
         self._kinds: dict[tuple, int | None] = {}  # length of all arrays of a kind, if the same
@@ -286,7 +289,7 @@ class Lengths:
                 self._relate_kinds(family.kind_of[a], b - a, family.kind_of[b])
         if new:
             family.add(new)
-            self.revision += 1
+            self._assumptions.fail("lengths")
         return any(error is None or lengths[a] == lengths[b] for a, b in new)
 
     def _relate_kinds(self, first: tuple, steps: int, second: tuple) -> None:
@@ -341,7 +344,7 @@ class Lengths:
         if new:
             family.add(new)
             family.supposed += new
-            self.revision += 1
+            self._assumptions.fail("lengths")
         return bool(new)
 
     def note_short(self, types: RaggedTypes) -> None:
@@ -350,7 +353,7 @@ class Lengths:
         Of what is empty there is no part `x[1:]` with one row less.
         """
         types.family.short.add(_empty(types.lengths))
-        self.revision += 1
+        self._assumptions.fail("lengths")
 
     def give_up(self, error: Exception, recorded: RaggedTypes | None) -> None:
         """Tells arrays apart by their shapes from now on.
@@ -361,7 +364,7 @@ class Lengths:
           error: why it could not be recorded for all lengths.
           recorded: the types of that instance; None if it is not known which it is.
         """
-        self.revision += 1
+        self._assumptions.fail("lengths")
         reason = _reason(error)
         if recorded is None or len(self._apart) >= MOST_APART:
             self.off = reason
@@ -382,7 +385,7 @@ class Lengths:
             return False
         self.bound = min(bounds)
         self.least = 1  # what was supposed before may have had nothing to do with it
-        self.revision += 1
+        self._assumptions.fail("lengths")
         return True
 
     def note_limits(self, asked: Questions) -> None:
@@ -404,7 +407,7 @@ class Lengths:
         for least in range(self.least + 1, MOST_LEAST + 1):
             if any(_at(e, least) > 0 for e in few):
                 self.least = least
-                self.revision += 1
+                self._assumptions.fail("lengths")
                 return True
         return False
 

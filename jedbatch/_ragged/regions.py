@@ -211,13 +211,7 @@ class Regions:
         self._renamed: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._canonical: dict[Hashable, int] = {}
         self._numbers: dict[tuple[Hashable, int], bytes | None] = {}  # None where they differ
-        self._differing = 0
         self.tiles = TileTypes(registry)
-
-    @property
-    def revision(self) -> int:
-        """How often what was taken of numbers and of programs has been found not to hold."""
-        return self._differing + self.tiles.revision
 
     def is_ragged(self, type_id: int) -> bool:
         """Returns whether nodes of a type read or give ragged values, or ask for an extent."""
@@ -276,7 +270,7 @@ class Regions:
         """
         key = tuple([subgraph.key for subgraph in subgraphs])
         if self._whole not in (key, None):
-            self._differing += 1
+            self.registry.assumptions.fail("regions")
             self.joins_rest, self._changes = self._changes == 0, self._changes + 1
         self._whole = key
         for subgraph in subgraphs:
@@ -285,7 +279,8 @@ class Regions:
     def leave_rest(self) -> None:
         """Has the rest of graphs be graphs from now on."""
         self.joins_rest = False
-        self._differing += self._whole is not None
+        if self._whole is not None:
+            self.registry.assumptions.fail("regions")
 
     def forget_rest(self) -> None:
         """Forgets what graphs are like: types that had been met have become others."""
@@ -314,7 +309,7 @@ class Regions:
             value = number.tobytes()
             if self._numbers.setdefault((subgraph.key, k), value) not in (value, None):
                 self._numbers[subgraph.key, k] = None
-                self._differing += 1
+                self.registry.assumptions.fail("regions")
 
     def fixed(self, subgraph: Subgraph) -> dict[int, np.ndarray]:
         """Returns the numbers among the operands of a call that were the same in all calls."""

@@ -116,7 +116,6 @@ class TileTypes:
       registry: where types are interned.
       rows: of a tile now, T; 0 as long as there are no tiles.
       apart: why nodes of types in many programs have no tiles, if there are such.
-      revision: how many types have been found to be in many programs.
       singles: of each type of nodes that join tiles.
       joins_nodes: whether several nodes may be one (see `_ragged.joined_nodes`).
     """
@@ -125,7 +124,6 @@ class TileTypes:
         self.registry = registry
         self.rows = 0
         self.apart: str | None = None
-        self.revision = 0
         self.singles: dict[int, Singles] = {}
         self.joins_nodes = True
         self._joined: set[int] = set()
@@ -139,7 +137,7 @@ class TileTypes:
     @property
     def is_used(self) -> bool:
         """Returns whether there are nodes on tiles, or would be if they were possible."""
-        return self.revision > 0
+        return bool(self._many)
 
     def note(self, programs: Iterable[tuple[Hashable, Collection[RaggedNodeType]]]) -> None:
         """Takes note of the programs of ragged values of one instance.
@@ -163,7 +161,8 @@ class TileTypes:
             if len(every) - together + 1 > MAX_PROGRAMS:
                 self._many.add(number)
                 del self._programs[number], self._together[number]
-        self.revision += len(self._many) > known
+        if len(self._many) > known:
+            self.registry.assumptions.fail("regions")
 
     def is_many(self, ragged: RaggedNodeType) -> bool:
         """Returns whether a type has been met in many programs."""

@@ -136,7 +136,7 @@ class RecordCache:
         registry.read(NOWHERE)
         apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
         self._families: Memory = Memory(self._limit, registry.budget, _bytes_of_family)
-        self.lengths = Lengths(apart, self._families)
+        self.lengths = Lengths(apart, self._families, registry.assumptions)
         self.regions = Regions(registry, target.rest_work)
         self.expansion = Expansion(self.regions, registry.budget)
 
@@ -245,8 +245,9 @@ class RecordCache:
 
     def assumed(self) -> tuple[Hashable, ...]:
         """Returns assumptions about lengths, numbers, floats and lists, and granularity."""
-        floats = self.registry.assumptions.version("floats"), self.floats.apart
-        return self.lengths.revision, self.regions.revision, self.revision, self.grouping, floats
+        version = self.registry.assumptions.version
+        versions = version("types", "shared", "lengths", "regions", "floats")
+        return versions, self.grouping, self.floats.apart
 
     @property
     def shown(self) -> tuple[str, ...]:

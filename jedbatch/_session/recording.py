@@ -422,14 +422,14 @@ class RaggedRecording:
         leaf_of = [given and given.symbols for given in self.given]
         num_arrays = list(map(len, self.arrays))
         cuts = cut_graphs(cache.regions, graphs, num_arrays, leaf_of, self._turn_to)
-        before = cache.regions.revision
+        before = cache.registry.assumptions.version("regions")
         if not cache.regions.tiles.rows:
             lengths = [given.lengths for given in self.given if given]
             cache.regions.tiles.choose_rows([n for own in lengths for n in own if n >= 0])
         for cut in cuts:
             if cut is not None:
                 cut.note()
-        if cache.regions.revision != before:
+        if cache.registry.assumptions.version("regions") != before:
             cache.forget_regions()
             raise GuardFailed
         made: dict[int, RaggedRecord] = {}

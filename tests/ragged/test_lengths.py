@@ -637,11 +637,11 @@ def test_errors_of_users_say_nothing_of_lengths(words):
     for _ in range(2):
         batched(WEIGHT, given((3, 5), (4, 6), (7, 2)))
         (session,) = batched._sessions.values()
-        lengths = session.records.lengths
-        before = lengths.bound, lengths.least, lengths.revision
+        lengths, version = session.records.lengths, session.registry.assumptions.version
+        before = lengths.bound, lengths.least, version("lengths")
         with pytest.raises(ValueError, match=words):
             batched(WEIGHT, [*given((3, 5)), *given((4, 4), broken=True)])
-        assert (lengths.bound, lengths.least, lengths.revision) == before
+        assert (lengths.bound, lengths.least, version("lengths")) == before
     mixed = given((3, 5), (4, 4), (6, 6), (2, 9), (5, 5))
     lines = str(batched.plan(WEIGHT, mixed)).splitlines()
     assert [line.split(":")[0] for line in lines if "calls with" in line] == [
