@@ -279,8 +279,7 @@ class Regions:
     def leave_rest(self) -> None:
         """Has the rest of graphs be graphs from now on."""
         self.joins_rest = False
-        if self._whole is not None:
-            self.registry.assumptions.fail("regions")
+        self.registry.assumptions.fail("regions", self._whole is not None)
 
     def forget_rest(self) -> None:
         """Forgets what graphs are like: types that had been met have become others."""

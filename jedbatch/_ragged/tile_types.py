@@ -126,7 +126,6 @@ class TileTypes:
         self.apart: str | None = None
         self.singles: dict[int, Singles] = {}
         self.joins_nodes = True
-        self._joined: set[int] = set()
         self._joining: dict[int, Callable[[int, bool], int]] = {}
         self._programs: dict[int, set[Hashable]] = {}
         self._together: dict[int, int] = {}  # most programs of one instance with a type
@@ -161,8 +160,7 @@ class TileTypes:
             if len(every) - together + 1 > MAX_PROGRAMS:
                 self._many.add(number)
                 del self._programs[number], self._together[number]
-        if len(self._many) > known:
-            self.registry.assumptions.fail("regions")
+        self.registry.assumptions.fail("regions", len(self._many) > known)
 
     def is_many(self, ragged: RaggedNodeType) -> bool:
         """Returns whether a type has been met in many programs."""
@@ -173,8 +171,8 @@ class TileTypes:
 
         Returns whether there may be nodes of this type.
         """
-        self._joined.add(whole.number)
-        self.joins_nodes &= len(self._joined) <= MAX_JOINED
+        holds = self.registry.assumptions.holds
+        self.joins_nodes &= holds("joined nodes", None, whole.number, MAX_JOINED)
         if any(map(self.is_many, parts)):
             self._many.add(whole.number)
         return self.joins_nodes

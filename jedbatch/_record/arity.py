@@ -99,22 +99,20 @@ class CellCalls:
         self.listed: dict[int, int] = {}
         self.rolled: dict[int, Rolled | None] = {}
         self.padded_types: dict[tuple[Hashable, int, bool], int] = {}
-        self._weak: dict[int, tuple[bool, ...]] = {}
         self._expressions = Expressions(key_of)
         self._functions: dict[Hashable, tuple[ElementFunction, ...]] = {}
 
     def add(
         self, node_type: int, of: NodeType, args: tuple, slots: Sequence[bool], listed: int
-    ) -> None:
-        """Adds a type of calls, which has the id `node_type`."""
-        self.listed[node_type] = listed
-        self.lists[node_type] = tuple(_lists(args, self.first_variable))
-        self.slots[node_type] = tuple(slots)
-        self._weak[node_type] = _weak_among_others(of, self.lists[node_type], slots)
+    ) -> tuple[Hashable, ...]:
+        """Adds a type of calls, which has the id `node_type`.
 
-    def lengths(self, node_type: int) -> tuple[Hashable, ...]:
-        """The lengths of the lists of a type, and which elements are weak where some are."""
-        return self._weak[node_type], *(x.length for x in self.lists[node_type])
+        Returns the lengths of its lists, and which elements are weak where some are.
+        """
+        self.listed[node_type] = listed
+        self.lists[node_type] = lists = tuple(_lists(args, self.first_variable))
+        self.slots[node_type] = tuple(slots)
+        return _weak_among_others(of, lists, slots), *(x.length for x in lists)
 
     @property
     def longest(self) -> int:
@@ -394,9 +392,8 @@ class Arities:
             calls = self._cells[cell] = CellCalls(fn, self._key_of)
         if node_type in calls.lists:
             return
-        calls.add(node_type, self._node_types[node_type], args, slots, listed)
+        lengths = calls.add(node_type, self._node_types[node_type], args, slots, listed)
         self._makers.note(node_type, cell)
-        lengths = calls.lengths(node_type)
         few = self._assumptions.holds("lengths of lists", cell, lengths, MAX_ARITIES)
         if few and calls.longest <= LONG:
             return
@@ -404,8 +401,7 @@ class Arities:
             for rolled in same:
                 if rolled.node_type not in self.padded:
                     self.padded[rolled.node_type] = self._padded(cell, rolled, key)
-                    if rolled.node_type != node_type:
-                        self._assumptions.fail("types")
+                    self._assumptions.fail("types", rolled.node_type != node_type)
 
     def _padded(self, cell: Hashable, rolled: Rolled, key: Any) -> PaddedCalls:
         calls = self._cells[cell]

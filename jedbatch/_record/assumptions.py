@@ -25,6 +25,8 @@ from typing import Any
 
 from jedbatch._support.caches import Budget, Memory, each
 
+# Sets of numbers of an operation, or repetitions on shared values, that are constants.
+MAX_CONSTANT_NUMBERS = 4
 VARIANTS_BYTES = 1 << 10  # of the variants of one thing, about
 
 
@@ -68,9 +70,9 @@ class Assumptions:
         """Returns whether more variants of something were met than are constants."""
         return (group, about) in self._failed
 
-    def fail(self, group: str) -> None:
-        """Notes that something else that was assumed of a group has turned out otherwise."""
-        self._versions[group] += 1
+    def fail(self, group: str, number: int = 1) -> None:
+        """Notes that so many other assumptions of a group have failed."""
+        self._versions[group] += number
 
     def version(self, *groups: str) -> int:
         """Returns how often assumptions of some groups have failed."""

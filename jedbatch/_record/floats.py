@@ -19,11 +19,10 @@ from jedbatch._jaxpr.interpret import inner_programs
 from jedbatch._jaxpr.same_programs import RULES_OF
 from jedbatch._jaxpr.versions import without_consts
 from jedbatch._record.arithmetic import Arithmetic, Operands, PythonNumber, as_jax_sees
-from jedbatch._record.assumptions import Assumptions
+from jedbatch._record.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
 from jedbatch._record.cell import recording
 from jedbatch._record.inlining import is_of_user
 from jedbatch._record.instance_arrays import FLOAT_TYPES, with_arrays_for_floats
-from jedbatch._record.registry import MAX_CONSTANT_NUMBERS
 from jedbatch._record.symbols import RecorderLike, Value
 from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.types import Array, PyTree
@@ -247,8 +246,7 @@ class Floats:
                 arithmetic, missing = instance.form.arithmetic, instance.operands.missing
                 arithmetic.note_read([k for k in missing if k not in arithmetic.read])
                 found = True
-        if found:
-            self._assumptions.fail("floats")
+        self._assumptions.fail("floats", found)
         return found
 
 

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jedbatch._jaxpr.numbers import Number, is_number, with_numbers
 from jedbatch._record.arithmetic import Arithmetic, as_jax_sees
 from jedbatch._record.asking import Asked
-from jedbatch._record.assumptions import Assumptions
+from jedbatch._record.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
 from jedbatch._record.closures import function_identity
 from jedbatch._record.environment import Weakly
 from jedbatch._record.held import OPERAND, held_functions, held_values, with_held_values
@@ -73,13 +73,11 @@ class Lifting:
     """The numbers held by operations that are operands.
 
     Args:
-      max_constant: sets of numbers of one operation that are constants.
-      assumptions: which operations have no more of them.
+      assumptions: which operations hold few sets of numbers, which are constants.
       budget: of bytes.
     """
 
-    def __init__(self, max_constant: int, assumptions: Assumptions, budget: Budget | None = None):
-        self._max_constant = max_constant
+    def __init__(self, assumptions: Assumptions, budget: Budget | None = None):
         self._assumptions = assumptions
         of_numbers = each(NUMBERS_BYTES)
         self._varying: dict[Hashable, VaryingNumbers] = {}
@@ -98,15 +96,15 @@ class Lifting:
         if not numbers:
             return ()
         keys = tuple([x.key for x in numbers])
-        if self._assumptions.holds("numbers", skeleton, keys, self._max_constant):
+        if self._assumptions.holds("numbers", skeleton, keys, MAX_CONSTANT_NUMBERS):
             return ()
         known = self._varying.get(skeleton)
         if known is None:
             known = self._varying[skeleton] = VaryingNumbers(numbers)
             for others in self._assumptions.met("numbers", skeleton):
                 known.compare(others)
-        elif known.compare(keys):
-            self._assumptions.fail("numbers")
+        else:
+            self._assumptions.fail("numbers", known.compare(keys))
         return known.varying
 
     def note_asking(self, call_spec: int, asked: Asked) -> None:

@@ -34,7 +34,7 @@ from jedbatch._jaxpr.symbolic_dims import (
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._jaxpr.versions import OpenProgram
 from jedbatch._record.arity import Arities
-from jedbatch._record.assumptions import Assumptions
+from jedbatch._record.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
 from jedbatch._record.cell import pause
 from jedbatch._record.custom_rules import CustomFunctions
 from jedbatch._record.environment import AccessPath, Reached
@@ -49,8 +49,6 @@ from jedbatch._support.caches import Budget, Memory, each
 from jedbatch._support.types import Dtype
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
-# Sets of numbers of an operation, or repetitions on shared values, that are constants.
-MAX_CONSTANT_NUMBERS = 4
 MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
 CALL_BYTES = 1 << 12  # of the description of a call, and of what it keeps alive, about
 MEMO_BYTES = 1 << 9  # of another way of recording, about
@@ -152,7 +150,7 @@ class Registry:
         self.warned: set[type] = set()  # of performance
         self.assumptions = Assumptions(budget)
         self.custom = CustomFunctions(budget)
-        self.lifting = Lifting(MAX_CONSTANT_NUMBERS, self.assumptions, budget)
+        self.lifting = Lifting(self.assumptions, budget)
         self.arities = Arities(
             self.node_types, self._add_type_like, self.keys.params_key, self.assumptions
         )

@@ -18,8 +18,8 @@ from jax.extend.core import Literal, jaxpr_as_fun, set_current_trace
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._jaxpr.versions import scan_parts
+from jedbatch._record.assumptions import MAX_CONSTANT_NUMBERS
 from jedbatch._record.operators import StaticSlice
-from jedbatch._record.registry import MAX_CONSTANT_NUMBERS
 from jedbatch._record.shared_operands import MAX_SIZE
 from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value
 from jedbatch._support.types import Leaf

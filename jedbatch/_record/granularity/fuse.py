@@ -169,11 +169,11 @@ class Blocks:
     def _learn(self, nodes: NodeArrays) -> Parsed:
         """Cuts nodes by their call sites, and finds out whether these are needed again."""
         tokens = self._tokens.learn(nodes)
-        changed = self._numbers_changed != self._tokens.numbers_changed
-        if changed or len(self._stretches) > MANY_STRETCHES:
+        changed = self._registry.assumptions.version("same numbers")
+        if changed != self._numbers_changed or len(self._stretches) > MANY_STRETCHES:
             self._stretches.clear()
             self._known = KnownStretches()
-            self._numbers_changed = self._tokens.numbers_changed
+            self._numbers_changed = changed
         starts = self._tokens.cut(tokens, nodes)
         parts, reads = self._parts(nodes, tokens, starts)
         if not self._known.is_ambiguous:

@@ -128,8 +128,8 @@ class StackedLists:
         for t in stacks:
             lengths = self._num_uses.setdefault(self._family[t], {})
             lengths.setdefault(num_uses, set()).add(self._length[t])
-        if self.are_used_apart(stacks) and not were_apart:
-            self.registry.assumptions.fail("types")
+        are_apart = self.are_used_apart(stacks)
+        self.registry.assumptions.fail("types", are_apart and not were_apart)
 
     def are_used_apart(self, stacks: Sequence[int]) -> bool:
         """Returns whether each use of stacks of some types is a node.

@@ -103,8 +103,7 @@ class Readouts:
             return graph
         length = self._common(graph)
         if self._length is None or length < self._length:
-            if self._length is not None:
-                self.registry.assumptions.fail("types")
+            self.registry.assumptions.fail("types", self._length is not None)
             self._length = length
             self._parts.clear()
             self._returned = frozenset()
@@ -113,15 +112,13 @@ class Readouts:
         ends = _ends(graph, self._length)
         returned = self._returned.union(_returned(graph, ends))
         if returned != self._returned:
-            if self._parts:
-                self.registry.assumptions.fail("types")
+            self.registry.assumptions.fail("types", bool(self._parts))
             self._parts.clear()
             self._returned = returned
         patterns, which = _distinct(ends.reads)
         keys = [(ends.types, tuple(reads)) for reads in patterns.tolist()]
         if len(self._parts.keys() | keys) > MOST_PATTERNS:
-            if self._parts:
-                self.registry.assumptions.fail("types")
+            self.registry.assumptions.fail("types", bool(self._parts))
             self._length = 0
             return graph
         for key in keys:

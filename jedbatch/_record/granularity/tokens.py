@@ -28,11 +28,7 @@ MANY_WAYS = 8  # through one stretch, which are not told apart any more
 
 
 class Tokens:
-    """The operations of a function that have been met.
-
-    Attributes:
-      numbers_changed: how many numbers have been found to vary that did not seem to.
-    """
+    """The operations of a function that have been met."""
 
     def __init__(self, registry: Registry, sites: Sites):
         self._registry = registry
@@ -40,8 +36,7 @@ class Tokens:
         self._ids: dict[tuple, int] = {}
         self._after: dict[int, set[int]] = {}  # a few tokens that come next, and `ELSEWHERE`
         self._before: dict[int, set[int]] = {}
-        self._ways: dict[int, set[bytes]] = {}  # stretches by their first token
-        self._known_ways: set[bytes] = set()
+        self._known_ways: set[bytes] = set()  # stretches
         self._many_ways: set[int] = set()
         self._edges: set[tuple[int, int]] = set()  # of tokens
         self._joins: dict[int, bool] = {}
@@ -49,7 +44,6 @@ class Tokens:
         self._varying: set[tuple[int, int]] = set()
         self._numbers: dict[tuple[int, int], bytes | None] = {}  # None once they vary
         self._number_types: list[Dtype | None] = []  # of every group of inputs that holds numbers
-        self.numbers_changed = 0
 
     def number(self, token: int, position: int) -> bytes | None:
         """Returns the number that an operand has always been, as bytes; None if it varies."""
@@ -146,7 +140,7 @@ class Tokens:
                 continue
             number = self._same_number(nodes, inputs.tolist())
             if number is None or number != self._numbers.setdefault(where, number):
-                self.numbers_changed += where in self._numbers
+                self._registry.assumptions.fail("same numbers", where in self._numbers)
                 self._numbers[where] = None
 
     def _same_number(self, nodes: NodeArrays, inputs: Sequence[int]) -> bytes | None:
@@ -203,11 +197,8 @@ class Tokens:
                 continue
             self._known_ways.add(way)
             first = int(np.frombuffer(way, tokens.dtype, 1)[0])
-            ways = self._ways.setdefault(first, set())
-            if len(ways) <= MANY_WAYS:
-                ways.add(way)
-                if len(ways) > MANY_WAYS:
-                    self._many_ways.add(first)
+            if not self._registry.assumptions.holds("ways", first, way, MANY_WAYS):
+                self._many_ways.add(first)
         return len(self._many_ways) > num_many
 
     def _strictly(self, tokens: np.ndarray, begin: int, end: int) -> Iterator[int]:
