@@ -1,22 +1,22 @@
 """`Assumptions`: what is constant until more than a few variants of it were met, then data.
 
-    lax.fori_loop(0, 3, step, x)        lax.fori_loop(0, 8, step, x)        lax.fori_loop(0, 5, ...)
+    lax.fori_loop(0, 3, step, x)     lax.fori_loop(0, 8, step, x)     lax.fori_loop(0, 5, step, x)
 
-A variant is one value of something that is part of an operation's type: a number in its body, the
+A *variant* is one value of something that is part of an operation's type: a number in its body, the
 closure of a cell, the length of a list. XLA computes with constants best, so a few variants are
-types of their own. With more of them there would be as many types as instances; then the same is
-an operand. What has failed once is never assumed again.
+types of their own. More of them would be as many types as instances, so the same is an operand from
+then on. What has failed once is not assumed again.
 
-What was recorded under an assumption that fails is recorded once more. There is a version for each
-*group* of assumptions, since recording again takes long, and what has to be done is not the same:
+What was recorded under an assumption that fails is recorded once more. That takes long, and is not
+the same everywhere, so each *group* of assumptions has a version of its own:
 
-numbers, variants, recursion   The instances that are being recorded are recorded once more.
-shared                         The same; and records of earlier instances are forgotten.
-types                          Records are forgotten: types that had been met have become others.
-regions                        Records of arrays that differ in length are forgotten.
-lengths, floats                Keys of instances change, and with them their records.
+- `numbers`, `variants`, `recursion`: instances that are being recorded are recorded once more.
+- `shared`: the same, and records of earlier instances are forgotten.
+- `types`: these records are forgotten, as types that had been met have become others.
+- `regions`: records of arrays that differ in length are forgotten.
+- `lengths`, `floats`: instances have other keys, and so other records.
 
-Groups that are not among these count variants and have no records to renew.
+In other groups there is nothing to record again.
 """
 
 import collections
@@ -77,3 +77,7 @@ class Assumptions:
     def version(self, *groups: str) -> int:
         """Returns how often assumptions of some groups have failed."""
         return sum([self._versions[group] for group in groups])
+
+    def __repr__(self) -> str:
+        failed = ", ".join(f"{n} of {group}" for group, n in sorted((+self._versions).items()))
+        return f"<Assumptions: {failed or 'none'} failed>"

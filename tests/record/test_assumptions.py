@@ -26,6 +26,7 @@ def test_versions_are_those_of_groups():
     groups = ("numbers", "types", "lengths")
     assert list(map(assumptions.version, groups)) == [1, 0, 2]
     assert assumptions.version(*groups) == 3
+    assert str(assumptions) == "<Assumptions: 2 of lengths, 1 of numbers failed>"
 
 
 def test_what_has_failed_is_not_forgotten():
