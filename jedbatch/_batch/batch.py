@@ -6,7 +6,8 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 from jedbatch import checks
 from jedbatch._batch.batched import Batched
 from jedbatch._jaxpr.lane_policies import LanePolicy, checked_lane_policy, least_loss
-from jedbatch._kernel.target import Target
+from jedbatch._jaxpr.lane_steps import LaneCounter
+from jedbatch._kernel.target import Target, checked_target
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import checked_axes
 from jedbatch._session.options import ONE_EXECUTOR, Options
@@ -233,17 +234,16 @@ def batch(
     if policy is not None:
         checked_policy(policy)
     checked_lane_policy(lane_policy)
-    options = Options.checked(
-        "batch",
-        layout=layout,
-        reuse=reuse,
-        control_flow=control_flow,
-        max_steps=max_steps,
-        count_steps=count_steps,
-        granularity=granularity,
-        key=key,
-        cache_size=cache_size,
-        cache_bytes=cache_bytes,
-        target=target,
+    options = Options(
+        layout,
+        reuse,
+        control_flow,
+        granularity,
+        key,
+        cache_size,
+        cache_bytes,
+        checked_target(target, "`batch`"),
+        max_steps,
+        LaneCounter() if checks.flag("batch", "count_steps", count_steps) else None,
     )
-    return Batched(fn, axes, out_axes, policy, options, lane_policy)
+    return Batched(fn, axes, out_axes, policy, options.checked("batch"), lane_policy)

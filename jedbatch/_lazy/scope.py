@@ -133,7 +133,7 @@ class Lazy:
         reuse: bool | None = None,
     ):
         self._policy = None if policy is None else checked_policy(policy)
-        self._options = Options.checked("Lazy", layout=layout, reuse=reuse, cache_size=0)
+        self._options = Options(layout, reuse, cache_size=0).checked("Lazy")
         self._free: dict[Hashable, list[Kept]] = Memory(MANY_PLACES)
 
     @property

@@ -4,13 +4,12 @@ A policy is none of them, since it can be assigned later.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from jedbatch import checks
 from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.lane_steps import LaneCounter
-from jedbatch._kernel.target import Target, checked_target
+from jedbatch._kernel.target import Target
 from jedbatch._layout.node_order import checked_order
 from jedbatch._record.granularity.fuse import GRANULARITIES
 from jedbatch._support.types import ControlFlowName
@@ -24,6 +23,7 @@ NO_OP = (
     'There is no "op" any more: with "cell", operations outside of cells are nodes of their own. '
     "Leave out `jedbatch.cell` and `jax.jit` where each operation is to be a node."
 )
+MOST = (1 << 31) - 1  # that int32 has
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,57 +61,29 @@ class Options:
         """
         return self.key is not None or finds_faults()
 
-    @staticmethod
-    def checked(
-        name: str,
-        *,
-        layout: Any,
-        reuse: Any,
-        control_flow: Any = "auto",
-        granularity: Any = None,
-        key: Any = None,
-        cache_size: Any = 65536,
-        cache_bytes: Any = 1 << 30,
-        target: Any = None,
-        max_steps: Any = None,
-        count_steps: Any = False,
-    ) -> "Options":
-        """Returns the options of the function `name`.
+    def checked(self, name: str) -> "Options":
+        """Returns the same, as the function `name` was given them.
 
         Raises:
           ValueError, TypeError: one of them makes no sense.
         """
-        checked_order(layout, f"`{name}` got layout")
-        if reuse is not None and not isinstance(reuse, bool):
+        checked_order(self.layout, f"`{name}` got layout")
+        if self.reuse is not None and not isinstance(self.reuse, bool):
             raise TypeError(
-                f"`{name}` got reuse={checks.brief(reuse)}; expected True or False, or None to use "
-                "rows again "
-                "where it saves much."
+                f"`{name}` got reuse={checks.brief(self.reuse)}; expected True or False, or None "
+                "to use rows again where it saves much."
             )
-        checks.one_of(name, "control_flow", control_flow, ("auto", "lanes", "lockstep"))
-        instead = NO_OP if isinstance(granularity, str) and granularity == "op" else ""
-        checks.one_of(name, "granularity", granularity, (*sorted(GRANULARITIES), None), instead)
-        if key is not None:
+        checks.one_of(name, "control_flow", self.control_flow, ("auto", "lanes", "lockstep"))
+        grain = self.granularity
+        instead = NO_OP if isinstance(grain, str) and grain == "op" else ""
+        checks.one_of(name, "granularity", grain, (*sorted(GRANULARITIES), None), instead)
+        if self.key is not None:
             expected = "a function of the mapped arguments of an instance"
-            checks.function(name, "key", key, expected, "It gives something hashable.")
-        return Options(
-            layout,
-            reuse,
-            control_flow,
-            granularity,
-            key,
-            checks.whole(name, "cache_size", cache_size),
-            checks.whole(name, "cache_bytes", cache_bytes),
-            checked_target(target, f"`{name}`"),
-            None if max_steps is None else _checked_bound(name, max_steps),
-            LaneCounter() if checks.flag(name, "count_steps", count_steps) else None,
+            checks.function(name, "key", self.key, expected, "It gives something hashable.")
+        bound = self.max_steps
+        return replace(
+            self,
+            cache_size=checks.whole(name, "cache_size", self.cache_size),
+            cache_bytes=checks.whole(name, "cache_bytes", self.cache_bytes),
+            max_steps=None if bound is None else checks.whole(name, "max_steps", bound, 1, MOST),
         )
-
-
-def _checked_bound(name: str, max_steps: Any) -> int:
-    """Returns the bound of loops.
-
-    Raises:
-      ValueError, TypeError: it is no whole number from 1 on that int32 has.
-    """
-    return checks.whole(name, "max_steps", max_steps, 1, (1 << 31) - 1)
