@@ -32,10 +32,8 @@ from jedbatch._batch.on_devices import (
 from jedbatch._batch.planner import planner
 from jedbatch._batch.streaming import stream
 from jedbatch._batch.warming import warm
-from jedbatch._control_flow.rounds import Stepwise, note_decision
+from jedbatch._control_flow.rounds import Stepwise
 from jedbatch._export.exporting import export, graph
-from jedbatch._graph.graph import Graph
-from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import (
     any_traced,
     configuration,
@@ -62,10 +60,10 @@ from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import Arguments, StackedInstances, TypesOfLeaves
 from jedbatch._session.copies import find_batches, plan_copies
 from jedbatch._session.mapped import MIN_ROWS, MappedProgram
+from jedbatch._session.minibatch import Flags, Minibatch, graph_of
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import InstanceOutput, Returned, form_of_results
 from jedbatch._session.pipeline import (
-    NO_SECONDS,
     checked_inputs,
     make_plan,
     plan_again,
@@ -78,7 +76,7 @@ from jedbatch._session.round import Round, Rounds
 from jedbatch._session.session import Session, num_programs
 from jedbatch._support.caches import Memory
 from jedbatch._support.guards import GuardFailed, until_guards_hold
-from jedbatch._support.types import Array, Leaf, PyTree
+from jedbatch._support.types import Leaf, PyTree
 
 DECIDES = (
     "it decides on values, which Python reads while they are computed: that has reverse mode only"
@@ -249,7 +247,7 @@ class Batched(Generic[*Given, Result]):
             if session.decides:
                 return None
             try:
-                return make(functools.partial(note_decision, session))
+                return make(session.note_decision)
             except Exception:
                 if session.decides:  # whatever the function makes of it
                     raise GuardFailed from None
@@ -287,12 +285,12 @@ class Batched(Generic[*Given, Result]):
         recorded = self._unless_decides(
             session, lambda read: self._record(session, [first.arguments], read)
         )
-        if recorded is None or recorded[2]:  # it closes over values of an outer transformation
+        if recorded is None or recorded.tracers:  # it closes over values of an outer transformation
             return None
-        (record,), (arrays,), _, num_known, reached = recorded
+        (record,), (arrays,) = recorded.records, recorded.arrays
         program = session.mapped_program(record, arrays, first.rows, instances)
-        if program is not None and num_known:
-            key = session.mapped_key(reached.number, instances)
+        if program is not None and recorded.num_known:
+            key = session.mapped_key(recorded.reached.number, instances)
             if key is not None:
                 session.mapped_again[key] = program
         return program
@@ -520,90 +518,58 @@ class Batched(Generic[*Given, Result]):
         Results are `stacked` as `out_axes` says, unless that is given.
         """
         with self._planning:
-            start = time.perf_counter()
-            records, arrays, tracers, num_known, reached = self._record(session, instances, read)
-            seconds = {"trace": time.perf_counter() - start}
-            values = itertools.chain(leaves, reached.arrays, *arrays)
-            return self._plan_records(
-                session,
-                records,
-                arrays,
-                self._policy,
-                gradient=gradient,
-                keeps=gradient or bool(tracers) or any_traced(values),
-                seconds=seconds,
-                num_known=num_known,
-                tracers=tracers,
-                stacked=stacked,
-            )
+            minibatch = self._record(session, instances, read)
+            values = itertools.chain(leaves, minibatch.reached.arrays, *minibatch.arrays)
+            keeps = gradient or bool(minibatch.tracers) or any_traced(values)
+            flags = Flags(gradient, keeps, self._stacks if stacked is None else stacked)
+            return self._plan_recorded(minibatch, flags)
 
     def _record(
         self, session: Session, instances: list[tuple], read: Callable | None = None
-    ) -> Any:
-        """Returns what `Recording.find` does, and what the function reads besides its arguments."""
+    ) -> Minibatch:
+        """Records instances; `read` is called where the function decides on a value."""
+        start = time.perf_counter()
         cache, reached = session.records, self._environment.look()
-        recalled = self._recording.recall(cache, instances, reached)
-        if recalled is not None:
-            return *recalled, [], len(instances), reached
-        num_known = 0
-        try:
-            cache.read(reached)
-            with without_mesh():
-                records, arrays, tracers, num_known = self._recording.find(cache, instances, read)
-        finally:
-            cache.nothing_to_read()
-            if num_known < len(instances):  # else the function was not called
-                self._environment.meet(self._recording.classes)
-                self._environment.settle(reached)
-        return records, arrays, tracers, num_known, reached
+        tracers: Sequence[Leaf] = ()
+        found, num_known = self._recording.recall(cache, instances, reached), len(instances)
+        if found is None:
+            num_known = 0
+            try:
+                cache.read(reached)
+                with without_mesh():
+                    *found, tracers, num_known = self._recording.find(cache, instances, read)
+            finally:
+                cache.nothing_to_read()
+                if num_known < len(instances):  # else the function was not called
+                    self._environment.meet(self._recording.classes)
+                    self._environment.settle(reached)
+        seconds = {"trace": time.perf_counter() - start}
+        return Minibatch(session, *found, self._policy, seconds, num_known, tracers, reached)
 
-    def _plan_records(
-        self,
-        session: Session,
-        records: Sequence[Record],
-        arrays: Sequence[Sequence[Array]],
-        policy: Policy | Adaptive,
-        *,
-        gradient: bool = False,
-        keeps: bool = False,
-        seconds: Mapping[str, float] = NO_SECONDS,
-        num_known: int = 0,
-        tracers: Sequence[Leaf] = (),
-        stacked: bool | None = None,
-    ) -> Plan:
+    def _plan_recorded(self, minibatch: Minibatch, flags: Flags) -> Plan:
         """Plans what was recorded before; see `make_plan`."""
         start = time.perf_counter()
-        stacked = self._stacks if stacked is None else stacked
-        if session.projections and isinstance(policy, Adaptive) and not (gradient or keeps):
-            records = session.projections.cut(records)
-        again = plan_again(
-            session, records, arrays, policy, num_known, gradient, keeps, stacked, seconds, tracers
-        )
+        session, for_values = minibatch.session, not (flags.gradient or flags.keeps)
+        if session.projections and isinstance(minibatch.policy, Adaptive) and for_values:
+            minibatch = minibatch._replace(records=session.projections.cut(minibatch.records))
+        again = plan_again(minibatch, flags)
         if again is not None:
             return again
-        options = self._options
-        found = None if tracers else find_batches(session, records, policy, options, seconds)
-        if found is not None and not (gradient or keeps):
-            of = session, records, arrays, found, policy, options, self._results
-            plan = plan_copies(*of, stacked=stacked, num_known=num_known)
+        found = None if minibatch.tracers else find_batches(minibatch)
+        if found is not None and for_values:
+            plan = plan_copies(minibatch, found, self._results, stacked=flags.stacked)
             if plan is not None:
                 return plan
-        graph = Graph.select([(r.whole, r.index) for r in records])
-        calls = find_calls(records, arrays)
+        records = minibatch.records
+        graph, calls = graph_of(records), find_calls(records, minibatch.arrays)
+        slices = find_slices(calls, records)
+        seconds = {**minibatch.seconds, "merge": time.perf_counter() - start}
         return make_plan(
-            session,
+            minibatch._replace(seconds=seconds),
             graph,
-            records,
-            arrays,
-            self._results(records, graph.outputs, find_slices(calls, records), stacked=stacked),
-            policy,
-            options,
-            gradient=gradient,
-            keeps=keeps,
+            self._results(records, graph.outputs, slices, stacked=flags.stacked),
+            flags,
             calls=calls,
-            seconds={**seconds, "merge": time.perf_counter() - start},
-            num_known=num_known,
-            tracers=tracers,
             batches=found and found.batches.expanded(found.copies, graph),
         )
 

@@ -31,6 +31,7 @@ from jedbatch._jaxpr.storage import is_key, row_bytes, stored
 from jedbatch._program.executors import median_seconds
 from jedbatch._schedule.fsm import match_labels
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._session.minibatch import Flags, Minibatch
 from jedbatch._support.files import write_text
 from jedbatch._support.types import PyTree
 
@@ -227,17 +228,18 @@ def calibrate(
     assert graph is not None
     shared, _ = probe._arguments.split(args)
     session, leaves = probe._session(shared)
-    per_byte = gather_cost(repeat)
+    per_byte, flags = gather_cost(repeat), Flags(stacked=False)
     types: dict[str, TypeCost] = {}
     for t in graph.present_types:
         node_type = graph.types[t]
         if any(is_key(operand.dtype) for operand in node_type.operands):
             continue
-        plans = [
-            probe._plan_records(session, [_only(graph, t, n * w)], [()], _Rows(t, w))
+        minibatches = [
+            Minibatch(session, [_only(graph, t, n * w)], [()], _Rows(t, w))
             for w in WIDTHS
             for n in COUNTS
         ]
+        plans = [probe._plan_recorded(x, flags) for x in minibatches]
         seconds = median_seconds(
             [lambda p=p: probe._run(p, leaves, p.inputs) for p in plans], repeat
         )

@@ -3,9 +3,9 @@
 from typing import Any
 
 from jedbatch import checks
-from jedbatch._graph.graph import Graph
 from jedbatch._learn.candidates import learn as learn_from_graphs
 from jedbatch._schedule.fsm import FSM
+from jedbatch._session.minibatch import graph_of
 from jedbatch._support.types import PyTree
 
 
@@ -34,7 +34,6 @@ def learn(batched: Any, *args: PyTree, **options: Any) -> FSM:
     shared, instances = batched._arguments.split(args)
     session, _ = batched._session(shared)
     with batched._planning:
-        records, *_ = batched._record(session, instances)
-        graph = Graph.select([(r.whole, r.index) for r in records])
+        graph = graph_of(batched._record(session, instances).records)
     batched.policy = policy = learn_from_graphs(graph, **options)
     return policy

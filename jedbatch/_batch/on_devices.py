@@ -1,9 +1,8 @@
 """Minibatches over several devices: what `plan`, `apply` and `warm` do with a mesh."""
 
 import itertools
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jedbatch._program.host_arrays import results_from
 from jedbatch._program.plan import Plan
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import find_calls
+from jedbatch._session.minibatch import Minibatch
 from jedbatch._session.pipeline import checked_inputs
 from jedbatch._session.session import Session
 from jedbatch._session.shards import (
@@ -97,20 +97,8 @@ def plan_on_devices(
         return found
     check_number("plan", batched._name, len(instances), devices)
     with batched._planning:
-        start = time.perf_counter()
-        records, arrays, num_known = _recorded(batched, session, instances)
-        plan = plan_shards(
-            session,
-            records,
-            arrays,
-            batched._results,
-            batched._policy,
-            batched._options,
-            devices,
-            gradient=gradient,
-            seconds={"trace": time.perf_counter() - start},
-            num_known=num_known,
-        )
+        minibatch = _recorded(batched, session, instances)
+        plan = plan_shards(minibatch, batched._results, devices, gradient=gradient)
         batched._refuse_tracers(session.programs.reads_tracers(plan.static.signature))
         return plan
 
@@ -122,18 +110,14 @@ class Proposal:
     Attributes:
       devices: of all processes.
       gradient: whether to plan the reverse too.
-      session: that recorded it; None if there is no minibatch.
-      records, arrays, num_known: see `plan_shards`.
+      minibatch: recorded; None if there is none.
       cut: the shards of this process.
       error: why there is none; None if that is since there are no more.
     """
 
     devices: DeviceAxis
     gradient: bool
-    session: Session | None = None
-    records: Sequence[Any] = ()
-    arrays: Sequence[Any] = ()
-    num_known: int = 0
+    minibatch: Minibatch | None = None
     cut: PlacedShards | None = None
     error: Exception | None = None
 
@@ -149,29 +133,27 @@ class Proposal:
         try:
             check_number("plan", batched._name, len(instances), devices)
             check_stacked(batched)
-            options = replace(batched._options, reuse=bool(batched._options.reuse))
+            how = {"keeps": gradient, "reuse": bool(batched._options.reuse)}
             with batched._planning:
-                records, arrays, num_known = _recorded(batched, session, instances)
+                minibatch = _recorded(batched, session, instances)
                 session.note_types()
-                form, count = batched._results, devices.num_own
-                policy = batched._policy
-                cut = place_shards(session, records, form, policy, options, count, keeps=gradient)
-                check_inputs(session, cut, records, arrays)
+                cut = place_shards(minibatch, batched._results, devices.num_own, **how)
+                check_inputs(minibatch, cut)
         except Exception as error:  # for all processes to know
             return Proposal(devices, gradient, error=error)
-        return Proposal(devices, gradient, session, records, arrays, num_known, cut)
+        return Proposal(devices, gradient, minibatch, cut)
 
     @property
     def facts(self) -> dict[str, Any]:
         """The facts on which all processes must agree, by the name that messages give them."""
-        if self.session is None or self.cut is None:
+        if self.minibatch is None:
             return {}
-        registry, first = self.session.registry, self.records[0]
+        registry, records = self.minibatch.session.registry, self.minibatch.records
         types = [value.aval.str_short() for value in registry.shared[: registry.num_leaves]]
         return {
-            "the number of instances": len(self.records),
+            "the number of instances": len(records),
             "the shared arguments": f"{', '.join(types)} in {registry.structure}",
-            "the results": f"{list(map(str, first.types))} in {first.structure}",
+            "the results": f"{list(map(str, records[0].types))} in {records[0].structure}",
             "whether there are gradients": self.gradient,
             "the mesh": f"{self.devices} of {self.devices.size} places",
         }
@@ -184,7 +166,7 @@ def agreed_plan(batched: Any, proposal: Proposal) -> Plan | None:
       RuntimeError: another process could not plan its minibatch, or has ended.
       ValueError: processes disagree, or have different numbers of minibatches.
     """
-    session, cut, error = proposal.session, proposal.cut, proposal.error
+    minibatch, cut, error = proposal.minibatch, proposal.cut, proposal.error
     state = READY if cut is not None else FAILED if error is not None else ENDED
     text = f"{type(error).__name__}: {checks.cut(error)}" if error is not None else ""
     has_more = agree_to_begin(batched._name, state, proposal.facts, text)
@@ -192,30 +174,16 @@ def agreed_plan(batched: Any, proposal: Proposal) -> Plan | None:
         raise error
     if not has_more:
         return None
-    assert session is not None
+    assert minibatch is not None
     assert cut is not None
     with batched._planning:
-        agreement = Agreement(session.programs, batched._name)
+        programs = minibatch.session.programs
+        agreement, devices = Agreement(programs, batched._name), proposal.devices
         found, took = arrange_shards(
-            session,
-            cut,
-            proposal.records,
-            batched._results,
-            proposal.devices,
-            agreement.lower,
-            gradient=proposal.gradient,
+            minibatch, cut, batched._results, devices, agreement.lower, gradient=proposal.gradient
         )
-        plan = filled(
-            session,
-            found,
-            took,
-            proposal.records,
-            proposal.arrays,
-            proposal.devices,
-            gradient=proposal.gradient,
-            num_known=proposal.num_known,
-        )
-        batched._refuse_tracers(session.programs.reads_tracers(plan.static.signature))
+        plan = filled(minibatch, found, took, devices, gradient=proposal.gradient)
+        batched._refuse_tracers(programs.reads_tracers(plan.static.signature))
         return plan
 
 
@@ -279,16 +247,8 @@ def reserve_on_devices(
     check_number("warm", batched._name, size, devices)
     with batched._planning:
         every = list(itertools.chain(*minibatches))  # at once: types depend on what was met
-        records, _, _ = _recorded(batched, session, every)
-        reserve_shards(
-            session,
-            [records[i : i + size] for i in range(0, len(records), size)],
-            batched._results,
-            batched._policy,
-            batched._options,
-            devices.num_own,
-            gradient=gradient,
-        )
+        parts = _recorded(batched, session, every).cut(size)
+        reserve_shards(parts, batched._results, devices.num_own, gradient=gradient)
         return {
             wanted: [plan_on_devices(batched, session, m, wanted, devices) for m in minibatches]
             for wanted in sorted({False, gradient})
@@ -306,18 +266,18 @@ def check_number(function: str, name: str, count: int, devices: DeviceAxis) -> N
         )
 
 
-def _recorded(batched: Any, session: Session, instances: list[tuple]) -> tuple[Any, Any, int]:
-    """Returns records, arrays, and how many were known, or an error if they cannot be cut."""
-    records, arrays, tracers, num_known, _ = batched._record(session, instances)
-    batched._refuse_tracers(tracers)
-    if find_calls(records, arrays):
+def _recorded(batched: Any, session: Session, instances: list[tuple]) -> Minibatch:
+    """Returns what was recorded, or an error if it cannot be cut."""
+    minibatch: Minibatch = batched._record(session, instances)
+    batched._refuse_tracers(minibatch.tracers)
+    if find_calls(minibatch.records, minibatch.arrays):
         raise ValueError(
             f"instances of the batched `{batched._name}` have arrays that differ in length, whose "
             "rows are packed one after the other, which is not done over several devices. Leave "
             "out the mesh, pad these arrays to one length, or make lists of arrays of one shape "
             "of them, `list(array)`, which may differ in length."
         )
-    return records, arrays, num_known
+    return minibatch
 
 
 def apply_on_devices(batched: Any, plan: Plan, leaves: Sequence[Leaf], inputs: Any) -> Any:

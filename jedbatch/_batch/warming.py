@@ -13,11 +13,11 @@ from jax.sharding import Mesh
 
 from jedbatch import checks
 from jedbatch._batch.on_devices import AxisNames, checked_devices, reserve_on_devices
-from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._program.plan import Plan
 from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.instance_arrays import array_type
+from jedbatch._session.minibatch import graph_of
 from jedbatch._session.pipeline import reserve_programs
 from jedbatch._session.session import Session
 from jedbatch._support.samples import cut_evenly
@@ -123,16 +123,13 @@ def reserve(
     """
     with batched._planning:
         every = list(itertools.chain(*minibatches))  # at once: types depend on what was met
-        all_records, all_arrays, *_ = batched._record(session, every, read)
         parts = []
-        for first in range(0, len(every), len(minibatches[0])):
-            mine = slice(first, first + len(minibatches[0]))
-            records, arrays = all_records[mine], all_arrays[mine]
-            graph = Graph.select([(r.whole, r.index) for r in records])
-            calls = find_calls(records, arrays)
+        for minibatch in batched._record(session, every, read).cut(len(minibatches[0])):
+            records = minibatch.records
+            graph, calls = graph_of(records), find_calls(records, minibatch.arrays)
             slices = find_slices(calls, records)
             parts.append((graph, batched._results(records, graph.outputs, slices, stacked), calls))
-        reserve_programs(session, parts, batched._policy, batched._options, gradient=gradient)
+        reserve_programs(session, parts, batched._policy, gradient=gradient)
         return {
             wanted: [batched._lasting_plan(session, m, wanted, stacked) for m in minibatches]
             for wanted in sorted({False, gradient})

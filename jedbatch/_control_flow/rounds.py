@@ -25,7 +25,7 @@ recorded when one value is read, which ends batching; waiting in turns does not.
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,24 +41,16 @@ from jedbatch._program.lower import lower
 from jedbatch._program.returned import Pieces, joined, rows_wanted, split_outputs
 from jedbatch._record.deep import deeply
 from jedbatch._record.environment import AccessPath, Reached
-from jedbatch._record.symbols import Symbol
 from jedbatch._record.trace import begin_recording, ending, trace_of_caller
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import refuse_derivative
 from jedbatch._session.round import Round
 from jedbatch._session.session import Session
-from jedbatch._support.guards import GuardFailed, until_guards_hold
+from jedbatch._support.guards import until_guards_hold
 from jedbatch._support.restored import Restored
 from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import SymbolicValueError
-
-
-def note_decision(session: Session, symbol: Symbol) -> NoReturn:
-    """Notes that a function decides on values, and stops it."""
-    session.decides = True
-    symbol._trace.caching = False
-    raise GuardFailed
 
 
 def _cotangent(x: Array) -> Any:

@@ -18,7 +18,6 @@ from jedbatch._export.programs import Variant, default_platform, programs_of_var
 from jedbatch._export.trees import parameter_types, structure_to_json
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import InputRows
-from jedbatch._graph.record import Record
 from jedbatch._graph.serialize import type_to_json
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.configuration import without_mesh
@@ -38,6 +37,7 @@ from jedbatch._ragged.calls import find_calls
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.policy import schedule
 from jedbatch._session.indices import table_rows
+from jedbatch._session.minibatch import Minibatch, graph_of
 from jedbatch._session.pipeline import results_of_rows, told_apart
 from jedbatch._session.portable import identity_of
 from jedbatch._session.session import Session
@@ -183,16 +183,16 @@ def graph(batched: Any, *args: PyTree) -> Graph:
         2 × double(f32[]~) -> f32[2]
     """
     shared, instances = batched._arguments.split(args)
-    session, records, arrays = _recorded(batched, shared, instances)
-    whole = Graph.select([(r.whole, r.index) for r in records])
+    minibatch = _recorded(batched, shared, instances)
+    whole = graph_of(minibatch.records)
     inputs = []
-    for i, (record, own) in enumerate(zip(records, arrays, strict=True)):
+    for i, (record, own) in enumerate(zip(minibatch.records, minibatch.arrays, strict=True)):
         for chunk in record.whole.chunks[record.index]:
             rows = np.asarray(rows_of_inputs(chunk, own, i))
             kind = chunk.type if is_key(chunk.type.dtype) else ValueType(*stored(chunk.type))
             inputs.append(InputRows(kind, rows.astype(stored(chunk.type)[1], copy=False)))
     with batched._planning:
-        types = described_types(session, whole.present_types)
+        types = described_types(minibatch.session, whole.present_types)
     place = np.zeros(len(whole.types), np.int32)
     place[whole.present_types] = np.arange(len(types))
     columns = whole.operand_ptr, whole.operand, tuple(inputs), whole.outputs
@@ -200,19 +200,19 @@ def graph(batched: Any, *args: PyTree) -> Graph:
     return Graph(tuple(types), place[whole.node_type], *columns, *ends)
 
 
-def _recorded(batched: Any, shared: tuple, instances: list[tuple]) -> tuple[Session, Any, Any]:
-    """Returns (session, records, arrays), or an error if they are no data."""
+def _recorded(batched: Any, shared: tuple, instances: list[tuple]) -> Minibatch:
+    """Returns recorded instances, or an error if they are no data."""
     session, _ = batched._session(shared)
     with batched._planning:
-        records, arrays, tracers, *_ = batched._record(session, instances)
-    batched._refuse_tracers(tracers)
-    if find_calls(records, arrays):
+        minibatch: Minibatch = batched._record(session, instances)
+    batched._refuse_tracers(minibatch.tracers)
+    if find_calls(minibatch.records, minibatch.arrays):
         raise ValueError(
             f"instances of the batched `{batched._name}` have arrays that differ in length, which "
             "are not part of a graph; pad these arrays to one length, or make lists of arrays of "
             "one shape of them, `list(array)`, which may differ in length."
         )
-    return session, records, arrays
+    return minibatch
 
 
 def described_types(session: Session, ids: Sequence[int]) -> list[NodeType]:
@@ -247,15 +247,13 @@ class Sample:
     def __init__(self, batched: Any, shared: tuple, instances: list[tuple], room: int):
         self._batched, self._room = batched, room
         self.session, self.leaves = batched._session(shared)
-        _, records, _ = _recorded(batched, shared, instances)
-        self._records = records
-        self._minibatches = cut_evenly(records, room)
-        whole = Graph.select([(r.whole, r.index) for r in records])
-        self._ids = whole.present_types
+        self._records = _recorded(batched, shared, instances).records
+        self._minibatches = cut_evenly(self._records, room)
+        self._ids = graph_of(self._records).present_types
         with batched._planning:
             self.types = described_types(self.session, self._ids)
             for minibatch in self._minibatches:  # a policy may learn from each
-                schedule(_graph_of(minibatch), batched._policy)
+                schedule(graph_of(minibatch), batched._policy)
 
     @staticmethod
     def of(
@@ -315,7 +313,7 @@ class Sample:
     def _placed(self, keeps: bool, reuse: bool | None) -> tuple[list[Placement], list[OutputSpec]]:
         batched, placed, forms = self._batched, [], []
         for records in self._minibatches:
-            graph = _graph_of(records)
+            graph = graph_of(records)
             positions, form = batched._results(records, np.arange(len(graph.outputs)))
             at, form = with_room(positions, form, self._room)
             returned = {kind: values_at(graph, x).tolist() for kind, x in at.items()}
@@ -326,10 +324,6 @@ class Sample:
             how = {"stacked": is_stacked, "keeps": keeps, "reuse": reuse}
             placed.append(place(graph, batches, returned, order, **how))
         return placed, forms
-
-
-def _graph_of(records: Sequence[Record]) -> Graph:
-    return Graph.select([(r.whole, r.index) for r in records])
 
 
 def enlarged(signature: Signature, sizes: Mapping[str, int], used: set[str]) -> Signature:

@@ -47,6 +47,7 @@ from jedbatch._program.output_spec import OutputSpec
 from jedbatch._record.cell import recording
 from jedbatch._record.trace import ending, trace_of_caller
 from jedbatch._schedule.policy import Policy, checked_policy
+from jedbatch._session.minibatch import Flags, Minibatch
 from jedbatch._session.options import ONE_EXECUTOR, Options
 from jedbatch._session.pipeline import make_plan, run_plan
 from jedbatch._session.session import Session
@@ -210,19 +211,10 @@ class Lazy:
         def compute(graph, rows, held, traced) -> tuple[Layout, dict[Any, Any]]:
             """(what ran, the rows returned from each arena, one by one if they may be traced)."""
             keeps = any(isinstance(x, Tracer) for x in jax.tree.leaves((held, traced)))
-            plan = make_plan(
-                kept.session,
-                graph,
-                [Record(graph, 0, None, ())],
-                [traced],
-                (rows, ROWS_ONLY),
-                kept.policy,
-                self._options,
-                gradient=False,
-                keeps=keeps,
-                brought=held.keys(),
-                tracers=held,
-            )
+            record = Record(graph, 0, None, ())
+            minibatch = Minibatch(kept.session, [record], [traced], kept.policy, tracers=held)
+            returned = rows, ROWS_ONLY
+            plan = make_plan(minibatch, graph, returned, Flags(keeps=keeps), brought=held.keys())
             assert plan.host is not None
             outputs, _ = run_plan(plan, [], plan.inputs, "a lazy scope")
             arenas = zip(plan.static.signature.arenas, outputs, strict=True)

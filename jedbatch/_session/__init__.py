@@ -23,7 +23,8 @@ Read in this order:
 12. `portable`: Programs as data, for which other processes can lower minibatches.
 13. `mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap` would run
    them.
-15. `session`: `Session`: what a batched function keeps between minibatches.
+14. `session`: `Session`: what a batched function keeps between minibatches.
+15. `minibatch`: `Minibatch`: what was recorded of instances that are planned together.
 16. `recording`: The records of a minibatch: those that are known, and new ones.
 17. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).

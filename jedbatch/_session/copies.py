@@ -43,12 +43,11 @@ from jedbatch._schedule.components import BY_RANK
 from jedbatch._schedule.policy import Policy, schedule_copies, version_of
 from jedbatch._schedule.schedule import Schedule, schedule_of
 from jedbatch._session.indices import check_rows, may_be_absent
-from jedbatch._session.options import Options
+from jedbatch._session.minibatch import Minibatch, graph_of
 from jedbatch._session.outputs import Returned
 from jedbatch._session.session import Session
 from jedbatch._session.verify import verify
 from jedbatch._support.native import core
-from jedbatch._support.types import Array
 
 MIN_COPIES = 4  # instances to a structure, in the mean: to find copies takes time, too
 
@@ -124,8 +123,7 @@ class Batches:
         key = "batches", *copies.distinct, Same(policy), version_of(policy), order
         known: Batches | None = session.arranged.use(key)
         if known is None:
-            parts = [(s.record.whole, s.record.index) for s in copies.distinct]
-            graph = counted(Graph.select(parts), copies.counts)
+            graph = counted(graph_of([s.record for s in copies.distinct]), copies.counts)
         elif np.array_equal(known.counts, copies.counts):
             return known
         else:
@@ -217,7 +215,7 @@ class LoweredCopies:
 
     @staticmethod
     def find(
-        session: Session, copies: Copies, batches: Batches, options: Options, returned: Returned
+        session: Session, copies: Copies, batches: Batches, returned: Returned
     ) -> LoweredCopies | None:
         """Returns what tables are written from; None if no program will do (see `plan_copies`).
 
@@ -225,10 +223,9 @@ class LoweredCopies:
           session: whose programs may be used.
           copies: the instances by structure.
           batches: of them.
-          options: say how to lay values out.
           returned: the outputs that each arena returns, and how they become results.
         """
-        programs, graph = session.programs, batches.graph
+        programs, options, graph = session.programs, session.options, batches.graph
         rows, form = returned
         placed = programs.place(
             graph,
@@ -345,41 +342,27 @@ class BatchedCopies(NamedTuple):
     seconds: dict[str, float]
 
 
-def find_batches(
-    session: Session,
-    records: Sequence[Record],
-    policy: Policy,
-    options: Options,
-    seconds: Mapping[str, float],
-) -> BatchedCopies | None:
+def find_batches(minibatch: Minibatch) -> BatchedCopies | None:
     """Returns the instances of a minibatch by structure, and their batches.
 
-    None if few have the same structure, or if the policy has to see all of them. `seconds` were
-    spent in the stages before.
+    None if few have the same structure, or if the policy has to see all of them.
     """
+    session = minibatch.session
     clock = [time.perf_counter()]
-    copies = Copies.of(session, records)
+    copies = Copies.of(session, minibatch.records)
     clock.append(time.perf_counter())
     if copies is None:
         return None
-    batches = Batches.find(session, copies, policy, options.layout)
+    batches = Batches.find(session, copies, minibatch.policy, session.options.layout)
     if batches is None:
         return None
     merge, scheduled = clock[1] - clock[0], time.perf_counter() - clock[1]
-    return BatchedCopies(copies, batches, {**seconds, "merge": merge, "schedule": scheduled})
+    took = {**minibatch.seconds, "merge": merge, "schedule": scheduled}
+    return BatchedCopies(copies, batches, took)
 
 
 def plan_copies(
-    session: Session,
-    records: Sequence[Record],
-    arrays: Sequence[Sequence[Array]],
-    given: BatchedCopies,
-    policy: Policy,
-    options: Options,
-    results: Callable[..., Returned],
-    *,
-    stacked: bool,
-    num_known: int,
+    minibatch: Minibatch, given: BatchedCopies, results: Callable[..., Returned], *, stacked: bool
 ) -> Plan | None:
     """Plans a minibatch for inference from its distinct structures; None if that cannot be done.
 
@@ -387,16 +370,12 @@ def plan_copies(
     operands, and without the compiled core.
 
     Args:
-      session: whose programs may be used.
-      records: the graphs of the instances.
-      arrays: the arrays of the instances, which inputs are read from.
-      given: the instances by structure, and their batches.
-      policy: that made the batches.
-      options: say how to lay values out.
+      minibatch: the instances.
+      given: these by structure, and their batches.
       results: what `form_of_results` does, for these records.
       stacked: whether results are.
-      num_known: instances whose graphs were known already.
     """
+    session, records, policy = minibatch.session, minibatch.records, minibatch.policy
     copies, batches, seconds = given
     programs = session.programs
     if core() is None:
@@ -412,7 +391,7 @@ def plan_copies(
         returned = results(records, np.arange(num_outputs), (), stacked=stacked)
     if found is None:
         assert returned is not None
-        found = LoweredCopies.find(session, copies, batches, options, returned)
+        found = LoweredCopies.find(session, copies, batches, returned)
         if found is None:
             return None
         session.arranged[key] = found
@@ -424,9 +403,9 @@ def plan_copies(
         assert returned is not None
         static = programs.static(found.signature, None, returned[1], False, ())
     table = found.table(copies, returned)
-    inputs = assemble(found.signature.input_rooms, records, arrays)
+    inputs = assemble(found.signature.input_rooms, records, minibatch.arrays)
     clock.append(time.perf_counter())
-    made = functools.partial(_made, session, records, copies, found, options, returned)
+    made = functools.partial(_made, session, records, copies, found, returned)
     times = dict(zip(("layout", "lower"), np.diff(clock).tolist(), strict=True))
     plan = Plan(
         static,
@@ -436,7 +415,7 @@ def plan_copies(
         host=Host(
             made,
             {**seconds, **times},
-            num_known,
+            minibatch.num_known,
             apart=session.records.lengths.shown,
             assumed=session.records.shown,
             outline=found.placed,
@@ -456,11 +435,10 @@ def _made(
     records: Sequence[Record],
     copies: Copies,
     found: LoweredCopies,
-    options: Options,
     returned: Returned | None,
 ) -> Lowered:
     """Returns a minibatch whose table is written as its program runs it, all of its instances."""
-    graph = Graph.select([(r.whole, r.index) for r in records])
+    graph = graph_of(records)
     schedule, node = found.batches.expanded(copies, graph)
     which: Mapping[Kind, Sequence[int] | np.ndarray] = found.returned
     if found.static is None:
@@ -470,7 +448,7 @@ def _made(
         graph,
         schedule,
         {kind: graph.outputs[np.array(x, np.int64)].tolist() for kind, x in which.items()},
-        options.layout,
+        session.options.layout,
         node=node,
         stacked=found.placed.stacked,
         keeps=False,

@@ -57,16 +57,15 @@ from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.degenerate import warn_if_degenerate, warn_if_programs_grow
 from jedbatch._session.indices import check_rows
-from jedbatch._session.options import Options
+from jedbatch._session.minibatch import Flags, Minibatch
 from jedbatch._session.outputs import Returned
 from jedbatch._session.program_cache import ProgramCache
 from jedbatch._session.session import Session
 from jedbatch._session.verify import verify
-from jedbatch._support.types import Array, Leaf
+from jedbatch._support.types import Leaf
 
 FEW_INSTANCES = 4  # in a minibatch
 STAGES = ("schedule", "layout", "lower")
-NO_SECONDS: Mapping[str, float] = {}
 
 
 class Arranged(NamedTuple):
@@ -128,22 +127,17 @@ def _copied(x: Any, **changes: Any) -> Any:
 
 
 def arrange(
-    session: Session,
+    minibatch: Minibatch,
     graph: Graph,
-    records: Sequence[Record],
     returned: Returned,
-    policy: Policy,
-    options: Options,
-    *,
-    gradient: bool,
-    keeps: bool,
+    flags: Flags,
     brought: Collection[Hashable] | None,
     given: tuple[Schedule, np.ndarray | None] | None = None,
 ) -> tuple[Arranged, list[float]]:
     """Returns a graph scheduled, laid out and lowered, and when each was done; see `make_plan`."""
-    programs, form = session.programs, returned[1]
+    programs, options, form = minibatch.session.programs, minibatch.session.options, returned[1]
     clock = [time.perf_counter()]
-    batches, node = given or (schedule(graph, policy), None)
+    batches, node = given or (schedule(graph, minibatch.policy), None)
     clock.append(time.perf_counter())
     placed = programs.place(
         graph,
@@ -152,12 +146,12 @@ def arrange(
         options.layout,
         node=node,
         stacked=form.batch is not None,
-        keeps=keeps,
+        keeps=flags.keeps,
         reuse=options.reuse,
     )
     clock.append(time.perf_counter())
-    targets = find_targets(records, placed)
-    if gradient:
+    targets = find_targets(minibatch.records, placed)
+    if flags.gradient:
         apart = told_apart(placed, form) or None
         lowered, backward = programs.lower_both(placed, apart, brought)
         return Arranged(graph, form, lowered, *backward, targets), clock
@@ -165,100 +159,52 @@ def arrange(
 
 
 def make_plan(
-    session: Session,
+    minibatch: Minibatch,
     graph: Graph,
-    records: Sequence[Record],
-    arrays: Sequence[Sequence[Array]],
     returned: Returned,
-    policy: Policy,
-    options: Options,
+    flags: Flags,
     *,
-    gradient: bool,
-    keeps: bool,
     brought: Collection[Hashable] | None = None,
     calls: Sequence[RegionCalls] = (),
-    seconds: Mapping[str, float] = NO_SECONDS,
-    num_known: int = 0,
-    tracers: Any = (),
     batches: tuple[Schedule, np.ndarray | None] | None = None,
 ) -> Plan:
-    """Plans a graph.
+    """Plans a minibatch.
 
     Args:
-      session: whose programs may be used, and who keeps new ones.
-      graph: what to compute.
-      records: the graphs it was made of.
-      arrays: the arrays of their instances, which inputs are read from.
+      minibatch: the instances.
+      graph: of them, what to compute.
       returned: the values that each arena returns, and how they become results.
-      policy: cuts the graph into batches.
-      options: say how to lay values out.
-      gradient: whether to plan the reverse too.
-      keeps: whether everything is kept that the reverse would read.
+      flags: what the plan is for.
       brought: names of what is there to be read from outside (see `SharedValue`); None if a
         program may be used whatever it reads.
       calls: of regions, whose results are inputs of the graph.
-      seconds: spent in the stages before.
-      num_known: instances whose graphs were known already.
-      tracers: what is read from outside, by number or by name (see `SharedValue`).
       batches: the schedule, and the nodes in the order of their lanes, if that is known.
     """
+    session, records = minibatch.session, minibatch.records
     session.note_types()
     shown = session.records.lengths.shown
     warn_if_degenerate(graph, session.registry, session.new_in_a_row, shown)
     untiled = session.records.regions.tiles.apart if calls else None
     warn_if_programs_grow(calls, session.registry, session.regions_in_a_row, untiled)
-    arranged, clock = arrange(
-        session,
-        graph,
-        records,
-        returned,
-        policy,
-        options,
-        gradient=gradient,
-        keeps=keeps,
-        brought=brought,
-        given=batches,
-    )
-    lasts = brought is None and not tracers
+    arranged, clock = arrange(minibatch, graph, returned, flags, brought, batches)
+    lasts = brought is None and not minibatch.tracers
     if lasts and not (some_are_ragged(records) and any(map(returns_ragged, records))):
-        stacked = returned[1].batch is not None
-        key = minibatch_key(session, records, policy, gradient, keeps, stacked)
-        session.arranged[key] = arranged
-    return with_inputs(
-        session,
-        arranged,
-        records,
-        arrays,
-        clock,
-        seconds,
-        keeps=keeps,
-        calls=calls,
-        num_known=num_known,
-        tracers=tracers,
-    )
+        session.arranged[minibatch_key(minibatch, flags)] = arranged
+    seconds = minibatch.seconds
+    return with_inputs(minibatch, arranged, clock, seconds, keeps=flags.keeps, calls=calls)
 
 
-def plan_again(
-    session: Session,
-    records: Sequence[Record],
-    arrays: Sequence[Sequence[Array]],
-    policy: Policy,
-    num_known: int,
-    gradient: bool,
-    keeps: bool,
-    stacked: bool,
-    seconds: Mapping[str, float],
-    tracers: Any = (),
-) -> Plan | None:
+def plan_again(minibatch: Minibatch, flags: Flags) -> Plan | None:
     """Returns a plan for instances that were planned together before, in this order, or None.
 
     Of a few, or of such with ragged arrays, it is enough that others with graphs of the same form
     were. All but the values of their inputs, and the lengths of arrays, is as it was then.
     """
+    session, records = minibatch.session, minibatch.records
     by_form = are_by_form(records)
-    if tracers or (num_known < len(records) and not by_form):
+    if minibatch.tracers or (minibatch.num_known < len(records) and not by_form):
         return None
-    key = minibatch_key(session, records, policy, gradient, keeps, stacked)
+    key = minibatch_key(minibatch, flags)
     arranged = session.arranged.use(key)
     if arranged is None or not session.programs.use_again(
         arranged.lowered.signature, arranged.lowered.placed
@@ -273,37 +219,22 @@ def plan_again(
         session.arranged[key] = arranged = arranged._replace(assembly=assembly)
     session.note_types()
     start = time.perf_counter()
-    calls = find_calls(records, arrays)
+    calls = find_calls(records, minibatch.arrays)
     clock = [time.perf_counter()] * len(STAGES)
-    return with_inputs(
-        session,
-        arranged,
-        records,
-        arrays,
-        clock,
-        {**seconds, "merge": clock[0] - start},
-        keeps=keeps,
-        calls=calls,
-        num_known=num_known,
-    )
+    seconds = {**minibatch.seconds, "merge": clock[0] - start}
+    return with_inputs(minibatch, arranged, clock, seconds, keeps=flags.keeps, calls=calls)
 
 
-def minibatch_key(
-    session: Session,
-    records: Sequence[Record],
-    policy: Policy,
-    gradient: bool,
-    keeps: bool,
-    stacked: bool,
-) -> Hashable:
+def minibatch_key(minibatch: Minibatch, flags: Flags) -> Hashable:
     """Returns what decides how instances are planned together."""
+    records, policy = minibatch.records, minibatch.policy
     parts: Iterable[Hashable] = records
     if are_few(records):
         parts = [r.form for r in records]
     elif some_are_ragged(records):
-        short_form = session.structures.short_form
+        short_form = minibatch.session.structures.short_form
         parts = [short_form(r) if type(r) is RaggedRecord else r for r in records]
-    return (*parts, Same(policy), version_of(policy), gradient, keeps, stacked)
+    return (*parts, Same(policy), version_of(policy), *flags)
 
 
 def are_by_form(records: Sequence[Record]) -> bool:
@@ -321,23 +252,21 @@ def are_few(records: Sequence[Record]) -> bool:
 
 
 def with_inputs(
-    session: Session,
+    minibatch: Minibatch,
     arranged: Arranged,
-    records: Sequence[Record],
-    arrays: Sequence[Sequence[Array]],
     clock: list[float],
     seconds: Mapping[str, float],
     *,
     keeps: bool,
-    num_known: int,
     calls: Sequence[RegionCalls] = (),
-    tracers: Any = (),
     numbers: Sequence[int] | None = None,
 ) -> Plan:
     """Returns the plan of a minibatch in order.
 
-    `clock` says when each stage was done, and `numbers` those of the instances, for messages.
+    `clock` says when each stage was done, `seconds` how long those before took, and `numbers` those
+    of the instances, for messages.
     """
+    session, records, arrays = minibatch.session, minibatch.records, minibatch.arrays
     graph, form, lowered, reverse, reverse_table, targets, assembly = arranged
     placed = lowered.placed
     programs, signature = session.programs, lowered.signature
@@ -352,10 +281,10 @@ def with_inputs(
         ragged_calls = make_ragged_calls(stages, calls, arrays, targets, signature)
         inputs |= ragged_calls.operands
     ends = [*clock[1:], time.perf_counter()]
-    seconds = {**seconds, **dict(zip(STAGES, map(operator.sub, ends, clock), strict=True))}
+    took = dict(zip(STAGES, map(operator.sub, ends, clock), strict=True))
     used = ragged_calls.stages if ragged_calls else ()
     lengths, regions = session.records.lengths, session.records.regions
-    is_known = num_known == graph.num_instances
+    is_known = minibatch.num_known == graph.num_instances
     plan = Plan(
         programs.static(signature, reverse, form, keeps, used),
         lowered.table,
@@ -364,9 +293,9 @@ def with_inputs(
         (ragged_calls.tables, ragged_calls.targets) if ragged_calls else (),
         host=Host(
             lowered,
-            seconds,
-            num_known,
-            tracers,
+            {**seconds, **took},
+            minibatch.num_known,
+            minibatch.tracers,
             ragged_calls,
             lengths.shown,
             session.records.shown,
@@ -396,7 +325,6 @@ def reserve_programs(
     session: Session,
     minibatches: Sequence[tuple[Graph, Returned, Sequence[RegionCalls]]],
     policy: Policy,
-    options: Options,
     *,
     gradient: bool,
 ) -> None:
@@ -406,10 +334,9 @@ def reserve_programs(
       session: that keeps the programs.
       minibatches: of each its graph, what is returned, and the calls of regions.
       policy: cuts the graphs into batches.
-      options: say how to lay values out.
       gradient: whether there will be gradients, too.
     """
-    programs = session.programs
+    programs, options = session.programs, session.options
     for graph, _, _ in minibatches:  # a policy may learn from each
         schedule(graph, policy)
     for keeps in {False, gradient}:

@@ -4,6 +4,7 @@ import itertools
 import threading
 from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
@@ -18,6 +19,7 @@ from jedbatch._kernel.target import Target
 from jedbatch._record.environment import Environment
 from jedbatch._record.granularity.projections import Projections
 from jedbatch._record.registry import Registry
+from jedbatch._record.symbols import Symbol
 from jedbatch._session.arguments import StackedInstances
 from jedbatch._session.degenerate import (
     is_run,
@@ -31,6 +33,7 @@ from jedbatch._session.options import Options
 from jedbatch._session.program_cache import MAX_PROGRAMS, ProgramCache
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.caches import Budget, Memory
+from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array
 
 MAX_MINIBATCHES = 1024  # that are kept as they were planned
@@ -45,6 +48,7 @@ class Session:
       registry: types met so far.
       records: graphs of instances.
       programs: kernels and programs.
+      options: of the batched function.
       decides: whether the function has been seen to decide on values.
       num_types: node types when a minibatch was planned last.
       new_in_a_row: minibatches, up to the last, each of which had types that none before had.
@@ -65,6 +69,7 @@ class Session:
     registry: Registry
     records: RecordCache
     programs: ProgramCache
+    options: Options
     decides: bool = False
     num_types: int = 0
     new_in_a_row: int = 0
@@ -117,7 +122,7 @@ class Session:
             lane_policy,
             options.counter,
         )
-        session = cls(registry, RecordCache(registry, options, target), programs)
+        session = cls(registry, RecordCache(registry, options, target), programs, options)
         limit = min(MAX_MINIBATCHES, options.cache_size) if options.cache_bytes else 0
         session.arranged = Memory(limit, budget, lambda _, arranged: arranged.nbytes)
         session.structures = Structures(options.cache_size, budget)
@@ -168,6 +173,12 @@ class Session:
         if program is None:
             program = self.mapped[record, places] = MappedProgram(record, self.programs, places)
         return program if program.takes(instances.arrays) else None
+
+    def note_decision(self, symbol: Symbol) -> NoReturn:
+        """Notes that the function decides on values, and stops it."""
+        self.decides = True
+        symbol._trace.caching = False
+        raise GuardFailed
 
     def note_types(self) -> None:
         """Notes how many node types and regions there are when a minibatch is planned."""

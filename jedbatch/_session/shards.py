@@ -50,13 +50,12 @@ from jedbatch._program.sharded import (
 )
 from jedbatch._program.signature import Signature
 from jedbatch._program.stopped import check_shards, has_bounds
-from jedbatch._schedule.policy import Policy, schedule
+from jedbatch._schedule.policy import schedule
 from jedbatch._session.degenerate import warn_if_degenerate
 from jedbatch._session.indices import check_rows
-from jedbatch._session.options import Options
+from jedbatch._session.minibatch import NO_SECONDS, Flags, Minibatch, graph_of
 from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import (
-    NO_SECONDS,
     STAGES,
     Arranged,
     are_by_form,
@@ -68,7 +67,6 @@ from jedbatch._session.pipeline import (
     with_inputs,
 )
 from jedbatch._session.program_cache import ProgramCache
-from jedbatch._session.session import Session
 from jedbatch._support.types import Array, Leaf
 
 Form = Callable[[Sequence[Record], np.ndarray], Returned]  # see `form_of_results`
@@ -182,39 +180,30 @@ def cut_by_cost(costs: Costs, num_shards: int) -> list[np.ndarray]:
 
 
 def place_shards(
-    session: Session,
-    records: Sequence[Record],
-    form_of: Form,
-    policy: Policy,
-    options: Options,
-    num_shards: int,
-    *,
-    keeps: bool,
+    minibatch: Minibatch, form_of: Form, num_shards: int, *, keeps: bool, reuse: bool | None
 ) -> PlacedShards:
     """Cuts a minibatch into shards, and schedules and lays out each of them.
 
     Args:
-      session: whose kernels are used.
-      records: of the instances.
+      minibatch: the instances.
       form_of: from records and what their graph returns to the form of their results.
-      policy: cuts the graphs into batches.
-      options: say how to lay values out.
       num_shards: how many.
       keeps: whether everything is kept that the reverse would read.
+      reuse: whether inference uses rows again, as of `Options`.
     """
-    programs = session.programs
-    whole = Graph.select([(r.whole, r.index) for r in records])
-    members = cut_by_cost(Costs.of(programs, whole), num_shards)
+    programs, records = minibatch.session.programs, minibatch.records
+    layout = minibatch.session.options.layout
+    members = cut_by_cost(Costs.of(programs, graph_of(records)), num_shards)
     room = most_instances(len(records), num_shards)
     pieces, took = [], []
     for own in members:
         own_records = [records[i] for i in own.tolist()]
         times = [time.perf_counter()]
-        graph = Graph.select([(r.whole, r.index) for r in own_records])
+        graph = graph_of(own_records)
         times.append(time.perf_counter())
         positions, form = form_of(own_records, np.arange(len(graph.outputs)))
         at, form = with_room(positions, form, room)
-        batches = schedule(graph, policy)
+        batches = schedule(graph, minibatch.policy)
         times.append(time.perf_counter())
         pieces.append((graph, batches, at, form))
         took.append(np.diff(times).tolist())
@@ -230,7 +219,7 @@ def place_shards(
                     graph,
                     batches,
                     returned,
-                    options.layout,
+                    layout,
                     stacked=stacked,
                     exact=stacked,
                     keeps=keeps,
@@ -240,7 +229,7 @@ def place_shards(
             times[2:] = [time.perf_counter() - start]
         return placed
 
-    placed = place(options.reuse)
+    placed = place(reuse)
     if len({x.reuse for x in placed}) > 1:  # as large as makes no difference
         placed = place(True)
     forms = [form for *_, form in pieces]
@@ -275,20 +264,14 @@ def values_at(graph: Graph, positions: np.ndarray) -> np.ndarray:
     return np.where(positions == NO_VALUE, NO_VALUE, values)
 
 
-def check_inputs(
-    session: Session,
-    cut: PlacedShards,
-    records: Sequence[Record],
-    arrays: Sequence[Sequence[Array]],
-) -> None:
+def check_inputs(minibatch: Minibatch, cut: PlacedShards) -> None:
     """Raises the errors that values of inputs lead to, before there is a program for shards."""
     for own, placed in zip(cut.members, cut.placed, strict=True):
         rooms = dict(zip(placed.arenas, placed.input_counts, strict=True))
         numbers = own.tolist()
-        inputs = assemble(
-            rooms, [records[i] for i in numbers], [arrays[i] for i in numbers], numbers
-        )
-        check_rows(session.registry, placed.graph, placed, inputs, numbers)
+        part = minibatch.part(numbers)
+        inputs = assemble(rooms, part.records, part.arrays, numbers)
+        check_rows(minibatch.session.registry, placed.graph, placed, inputs, numbers)
 
 
 def find_routes(
@@ -345,9 +328,8 @@ def _among_all(
 
 
 def arrange_shards(
-    session: Session,
+    minibatch: Minibatch,
     cut: PlacedShards,
-    records: Sequence[Record],
     form_of: Form,
     devices: DeviceAxis,
     lower: Lower | None = None,
@@ -357,16 +339,15 @@ def arrange_shards(
     """Returns a minibatch in order, and for each shard the seconds of its stages.
 
     Args:
-      session: that keeps the programs.
+      minibatch: the instances.
       cut: the shards.
-      records: of the instances.
       form_of: from records and what their graph returns to the form of their results.
       devices: over which the minibatch is cut.
       lower: finds a program for shards, and their tables; None for one that is kept, or a new one.
       gradient: whether to plan the reverse too.
     """
-    programs = session.programs
-    lower_together = programs.lower_together if lower is None else lower
+    session = minibatch.session
+    lower_together = session.programs.lower_together if lower is None else lower
     num_shards = len(cut.members)
     start = time.perf_counter()
     largest = max(cut.placed, key=lambda placed: sum(placed.lanes))
@@ -374,7 +355,7 @@ def arrange_shards(
     warn_if_degenerate(largest.graph, session.registry, session.new_in_a_row, shown)
     leaves = cut.leaves() if gradient else None
     lowered, reverse, tables = lower_together(cut.placed, leaves)
-    form, routes = find_routes(lowered[0].signature, cut, records, form_of, devices)
+    form, routes = find_routes(lowered[0].signature, cut, minibatch.records, form_of, devices)
     seconds = (time.perf_counter() - start) / num_shards
     shards = [
         Arranged(own.placed.graph, own_form, own, reverse, tables[s] if reverse else None, {})
@@ -384,32 +365,24 @@ def arrange_shards(
 
 
 def reserve_shards(
-    session: Session,
-    minibatches: Sequence[Sequence[Record]],
-    form_of: Form,
-    policy: Policy,
-    options: Options,
-    num_shards: int,
-    *,
-    gradient: bool,
+    minibatches: Sequence[Minibatch], form_of: Form, num_shards: int, *, gradient: bool
 ) -> None:
     """Makes programs that have room for shards of minibatches like these; nothing is compiled.
 
     Args:
-      session: that keeps the programs.
-      minibatches: the records of each.
+      minibatches: of one session, which keeps the programs.
       form_of: from records and what their graph returns to the form of their results.
-      policy: cuts the graphs into batches.
-      options: say how to lay values out.
       num_shards: into which each is cut.
       gradient: whether there will be gradients, too.
     """
-    for records in minibatches:  # a policy may learn from each
-        schedule(Graph.select([(r.whole, r.index) for r in records]), policy)
+    session = minibatches[0].session
+    reuse = session.options.reuse
+    for minibatch in minibatches:  # a policy may learn from each
+        schedule(graph_of(minibatch.records), minibatch.policy)
     for keeps in sorted({False, gradient}):
         groups: dict[bool, list[tuple[Placement, Sequence[np.ndarray]]]] = {}
-        for records in minibatches:
-            cut = place_shards(session, records, form_of, policy, options, num_shards, keeps=keeps)
+        for minibatch in minibatches:
+            cut = place_shards(minibatch, form_of, num_shards, keeps=keeps, reuse=reuse)
             leaves = cut.leaves() if keeps else [None] * num_shards
             for placed, own in zip(cut.placed, leaves, strict=True):
                 groups.setdefault(placed.reuse, []).append((placed, own or ()))
@@ -419,72 +392,43 @@ def reserve_shards(
 
 
 def plan_shards(
-    session: Session,
-    records: Sequence[Record],
-    arrays: Sequence[Sequence[Array]],
-    form_of: Form,
-    policy: Policy,
-    options: Options,
-    devices: DeviceAxis,
-    *,
-    gradient: bool,
-    seconds: Mapping[str, float] = NO_SECONDS,
-    num_known: int = 0,
+    minibatch: Minibatch, form_of: Form, devices: DeviceAxis, *, gradient: bool
 ) -> Plan:
     """Plans a minibatch that is cut over devices.
 
     Args:
-      session: whose programs may be used, and who keeps new ones.
-      records: of the instances.
-      arrays: of the instances, which inputs are read from.
+      minibatch: the instances.
       form_of: from records and what their graph returns to the form of their results.
-      policy: cuts the graphs into batches.
-      options: say how to lay values out.
       devices: over which the minibatch is cut.
       gradient: whether to plan the reverse too.
-      seconds: spent in the stages before.
-      num_known: instances whose graphs were known already.
     """
+    session, records = minibatch.session, minibatch.records
     session.note_types()
-    programs = session.programs
+    programs, reuse = session.programs, session.options.reuse
 
     def key() -> Any:
-        return minibatch_key(session, records, policy, gradient, gradient, True), devices.size
+        return minibatch_key(minibatch, Flags(gradient, gradient)), devices.size
 
-    found = session.arranged.use(key()) if num_known == len(records) else None
+    found = session.arranged.use(key()) if minibatch.num_known == len(records) else None
     if found is not None and are_by_form(records):
         found = found.again(records)
     took = [[0.0] * (1 + len(STAGES))] * devices.size
     if found is None or not all(
         programs.use_again(x.lowered.signature, x.lowered.placed) for x in found.shards
     ):
-        cut = place_shards(session, records, form_of, policy, options, devices.size, keeps=gradient)
-        found, took = arrange_shards(session, cut, records, form_of, devices, gradient=gradient)
+        cut = place_shards(minibatch, form_of, devices.size, keeps=gradient, reuse=reuse)
+        found, took = arrange_shards(minibatch, cut, form_of, devices, gradient=gradient)
         session.arranged[key()] = found  # the policy may have learned
-    return filled(
-        session,
-        found,
-        took,
-        records,
-        arrays,
-        devices,
-        gradient=gradient,
-        seconds=seconds,
-        num_known=num_known,
-    )
+    return filled(minibatch, found, took, devices, gradient=gradient)
 
 
 def filled(
-    session: Session,
+    minibatch: Minibatch,
     found: ArrangedShards,
     took: Sequence[Sequence[float]],
-    records: Sequence[Record],
-    arrays: Sequence[Sequence[Array]],
     devices: DeviceAxis,
     *,
     gradient: bool,
-    seconds: Mapping[str, float] = NO_SECONDS,
-    num_known: int = 0,
 ) -> Plan:
     """Returns the plan of a minibatch in order, with the values of its inputs; see `plan_shards`.
 
@@ -494,17 +438,11 @@ def filled(
     for own, arranged, times in zip(found.members, found.shards, took, strict=True):
         now = time.perf_counter()
         clock = [now - sum(times[1:]), now - sum(times[2:]), now - times[3]]
-        plan = with_inputs(
-            session,
-            arranged,
-            [records[i] for i in own.tolist()],
-            [arrays[i] for i in own.tolist()],
-            clock,
-            {**(NO_SECONDS if shards else seconds), "merge": times[0]},
-            keeps=gradient,
-            num_known=round(num_known * len(own) / len(records)),
-            numbers=own.tolist(),
-        )
+        numbers = own.tolist()
+        num_known = round(minibatch.num_known * len(own) / len(minibatch.records))
+        part = minibatch.part(numbers)._replace(num_known=num_known)
+        seconds = {**(NO_SECONDS if shards else minibatch.seconds), "merge": times[0]}
+        plan = with_inputs(part, arranged, clock, seconds, keeps=gradient, numbers=numbers)
         shards.append(plan)
     return together(shards, found, devices)
 

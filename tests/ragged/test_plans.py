@@ -32,9 +32,9 @@ def arranged(monkeypatch):
     sizes = []
     arrange = pipeline.arrange
 
-    def noting(session, graph, records, *args, **kwargs):
-        sizes.append(len(records))
-        return arrange(session, graph, records, *args, **kwargs)
+    def noting(minibatch, *args):
+        sizes.append(len(minibatch.records))
+        return arrange(minibatch, *args)
 
     monkeypatch.setattr(pipeline, "arrange", noting)
     return sizes

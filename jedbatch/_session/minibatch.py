@@ -1,0 +1,66 @@
+"""`Minibatch`: what was recorded of instances that are planned together."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.record import Record
+from jedbatch._record.environment import Reached
+from jedbatch._schedule.policy import Policy
+from jedbatch._session.session import Session
+from jedbatch._support.types import Array
+
+NOTHING_REACHED = Reached(0, (), ())
+NO_SECONDS: Mapping[str, float] = {}
+
+
+class Flags(NamedTuple):
+    """The uses that a plan is made for.
+
+    Attributes:
+      gradient: whether to plan the reverse too.
+      keeps: whether everything is kept that the reverse would read.
+      stacked: whether results are stacked, and no list.
+    """
+
+    gradient: bool = False
+    keeps: bool = False
+    stacked: bool = True
+
+
+class Minibatch(NamedTuple):
+    """Recorded instances, and what it takes to plan them.
+
+    Attributes:
+      session: whose programs may be used, and who keeps new ones.
+      records: of the instances.
+      arrays: of the instances, which inputs are read from.
+      policy: cuts graphs into batches.
+      seconds: spent in the stages before.
+      num_known: instances whose graphs were known already.
+      tracers: what is read from outside, by number or by name (see `SharedValue`).
+      reached: what the function reads besides its arguments.
+    """
+
+    session: Session
+    records: Sequence[Record]
+    arrays: Sequence[Sequence[Array]]
+    policy: Policy
+    seconds: Mapping[str, float] = NO_SECONDS
+    num_known: int = 0
+    tracers: Any = ()
+    reached: Reached = NOTHING_REACHED
+
+    def part(self, which: Sequence[int]) -> "Minibatch":
+        """Returns some of the instances."""
+        records, arrays = [self.records[i] for i in which], [self.arrays[i] for i in which]
+        return self._replace(records=records, arrays=arrays)
+
+    def cut(self, size: int) -> list["Minibatch"]:
+        """Returns minibatches of so many instances, one after the other."""
+        return [self.part(range(i, i + size)) for i in range(0, len(self.records), size)]
+
+
+def graph_of(records: Sequence[Record]) -> Graph:
+    """Returns the graph of instances."""
+    return Graph.select([(r.whole, r.index) for r in records])
