@@ -160,7 +160,7 @@ def soak(table: common.Table, fn: Any, args: Any) -> None:
         params = jax.tree.map(lambda x, d: x - 1e-3 * d, params, slope)
         if step % args.every == 0:
             gc.collect()
-            registries = [session.registry for session in model._sessions.values()]
+            registries = [session.registry for session in model._core.sessions.values()]
             table.row(
                 fn.__name__,
                 step,

@@ -15,12 +15,14 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jedbatch import checks
+from jedbatch._batch.calling import plan
 from jedbatch._batch.on_devices import AxisNames, agreed_plans, checked_devices, proposals
 from jedbatch._batch.planner import Planner
 from jedbatch._batch.processes import Pool, in_processes
 from jedbatch._batch.resuming import Plans
 from jedbatch._program.plan import Plan
 from jedbatch._record.thread_settings import ThreadSettings
+from jedbatch._session.core import Core
 
 MAX_AHEAD, MAX_WORKERS = 1024, 256
 END = object()
@@ -28,51 +30,15 @@ SECONDS_AT_EXIT = 5.0  # for the minibatch that is being planned; one that waits
 
 
 def plans(
-    batched: Any,
-    *args: Any,
-    gradient: bool = True,
-    ahead: int = 2,
-    workers: int = 0,
-    mesh: Mesh | None = None,
-    axis: AxisNames = None,
+    core: Core,
+    args: tuple,
+    gradient: bool,
+    ahead: int,
+    workers: int,
+    mesh: Mesh | None,
+    axis: AxisNames,
 ) -> Plans:
-    """Returns plans for minibatches, made in a thread or in processes while others are used.
-
-    The device computes with one plan while the next ones are made. That saves time where steps wait
-    for results and the host has a core to spare. The thread ends once the iterator is closed, as
-    where a `for` loop is left, and sees JAX configured as it is where `plans` is called.
-
-    Args:
-      batched: the batched function.
-      *args: as for `plan`, with an iterable of minibatches in place of each sequence of instances:
-        a list, a generator, a `torch.utils.data.DataLoader` with `collate_fn=list`, a Grain dataset
-        batched with `batch_fn=list`. They are read in the thread, `ahead` before they are needed
-        at most. With `workers` they are read where plans are asked for.
-      gradient: whether `apply` will be differentiated; planning is faster if not.
-      ahead: plans made before they are asked for. With 0 they are made when they are, in the
-        thread of the caller. With `workers`, at least as many.
-      workers: processes that plan; 0 for a thread.
-      mesh: devices over which minibatches are cut, as for `plan`; without `workers`.
-      axis: of the mesh, as for `plan`.
-
-    Returns:
-      An iterator of plans for `apply`, in the order of the minibatches. Its `get_state` says how
-      far it has come, for a checkpoint, and `set_state` continues from there.
-
-    Raises:
-      TypeError: something is no iterable of minibatches, or what `plan` raises for one of them,
-        with a note that says which; the function cannot be sent to other processes.
-      ValueError: there are more minibatches of one argument than of another, there are `workers`
-        and a mesh or arrays that differ in length, or what `plan` raises.
-      RuntimeError: a process that plans ended.
-
-    Examples:
-      >>> import jax.numpy as jnp, jedbatch
-      >>> total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
-      >>> minibatches = [[(1.0, 2.0), (3.0,)], [(4.0,), (5.0, 6.0)]]
-      >>> [total.apply(2.0, plan).tolist() for plan in total.plans(2.0, minibatches)]
-      [[6.0, 6.0], [8.0, 22.0]]
-    """
+    """Returns plans for minibatches; see `Batched.plans`."""
     checks.flag("plans", "gradient", gradient)
     checks.whole("plans", "ahead", ahead, least=0, most=MAX_AHEAD)
     checks.whole("plans", "workers", workers, least=0, most=MAX_WORKERS)
@@ -82,23 +48,22 @@ def plans(
             f"`plans` got workers={workers} and a mesh; expected one of them: minibatches that are "
             "cut over devices are planned in a thread. Leave out `workers`."
         )
-    make_plan = functools.partial(batched.plan, gradient=gradient, mesh=mesh, axis=axis)
     settings = ThreadSettings()
 
     def start(rows: Iterator[list[Any]], first: int) -> Iterator[Plan]:
         if workers:
-            return planned_in_processes(batched, rows, gradient, ahead, workers, first)
+            return planned_in_processes(core, rows, gradient, ahead, workers, first)
         if devices is not None and devices.num_processes > 1:
-            proposed = proposals(batched, rows, gradient, devices)
+            proposed = proposals(core, rows, gradient, devices)
             propose = functools.partial(settings.run, lambda: next(proposed, END))
-            return agreed_plans(batched, in_thread(propose, ahead) if ahead else in_turn(propose))
+            return agreed_plans(core, in_thread(propose, ahead) if ahead else in_turn(propose))
         numbers = itertools.count(first)
 
         def make() -> Any:
             number = next(numbers)
             try:
                 found: Any = next(rows, END)
-                return END if found is END else make_plan(*found)
+                return END if found is END else plan(core, found, gradient, devices)
             except Exception as error:
                 error.add_note(f"This happened while minibatch {number} was planned.")
                 raise
@@ -107,11 +72,11 @@ def plans(
             return in_turn(functools.partial(settings.run, make))
         return in_thread(functools.partial(settings.run, make), ahead)
 
-    return Plans(batched._arguments.minibatches(args), start)
+    return Plans(core.arguments.minibatches(args), start)
 
 
 def planned_in_processes(
-    batched: Any,
+    core: Core,
     rows: Iterator[list[Any]],
     gradient: bool,
     ahead: int,
@@ -125,9 +90,9 @@ def planned_in_processes(
     first: Any = next(rows, END)
     if first is END:
         return
-    shared, sample = batched._arguments.split(first)
+    shared, sample = core.arguments.split(first)
     try:
-        planner = Planner(batched, shared, sample, gradient)
+        planner = Planner(core, shared, sample, gradient)
         plan = planner._plan(sample)
     except Exception as error:
         error.add_note(f"This happened while minibatch {number} was planned.")
@@ -135,7 +100,7 @@ def planned_in_processes(
     pool = Pool(planner, workers)
     try:
         yield plan
-        instances = (batched._arguments.split(row)[1] for row in rows)
+        instances = (core.arguments.split(row)[1] for row in rows)
         yield from in_processes(planner, pool, instances, max(ahead, workers), number)
     finally:
         pool.close()

@@ -1,90 +1,41 @@
 """`Batched`: a function of many instances, made of one of one instance.
 
-    instances ─trace→ graphs ─select→ Graph ─schedule→ Schedule ─layout→ lanes ─lower→ tables
-
-The first half, `plan`, is host work in NumPy; the second, `apply`, is one XLA program. What can be
-kept is kept by the `Batched` object and by nothing else (see `Session`).
+Its first half, `plan`, is host work in NumPy; the second, `apply`, is one XLA program. This is what
+users see of a `Core`, which does all of it.
 """
 
 import functools
-import itertools
-import threading
-import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-import numpy as np
-from jax.core import ShapedArray
 from jax.sharding import Mesh
 
 from jedbatch import checks
 from jedbatch._batch.ahead import plans
-from jedbatch._batch.lane_counts import counting_calls, lane_steps
+from jedbatch._batch.calling import apply, call, plan
+from jedbatch._batch.lane_counts import lane_steps
 from jedbatch._batch.learning import learn
-from jedbatch._batch.nested import plain_loop, put_together
-from jedbatch._batch.on_devices import (
-    AxisNames,
-    apply_on_devices,
-    checked_devices,
-    plan_on_devices,
-)
-from jedbatch._batch.planner import planner
+from jedbatch._batch.on_devices import AxisNames, checked_devices
+from jedbatch._batch.planner import Planner, planner
+from jedbatch._batch.resuming import Plans
 from jedbatch._batch.streaming import stream
 from jedbatch._batch.warming import warm
-from jedbatch._control_flow.rounds import Stepwise
+from jedbatch._export.exported import NO_EXECUTABLES, Exported
 from jedbatch._export.exporting import export, graph
-from jedbatch._jaxpr.configuration import (
-    any_traced,
-    configuration,
-    differences,
-    runs_without_jit,
-    without_mesh,
-)
-from jedbatch._jaxpr.identity import Same, tree_key
+from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.lane_policies import LanePolicy, checked_lane_policy, least_loss
-from jedbatch._jaxpr.lane_steps import LaneCounter
-from jedbatch._jaxpr.meshes import varies
+from jedbatch._jaxpr.lane_steps import LaneCounter, LaneSteps
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.executors import median_seconds
-from jedbatch._program.host_arrays import results_from
-from jedbatch._program.output_spec import Slice, TileRun
 from jedbatch._program.plan import Plan
-from jedbatch._program.sharded import DeviceAxis
-from jedbatch._ragged.calls import find_calls, find_slices
-from jedbatch._record.cell import recording
-from jedbatch._record.environment import Environment
-from jedbatch._record.inlining import without_jit
-from jedbatch._schedule.heuristics import agenda
+from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.policy import Policy, checked_policy
-from jedbatch._session.arguments import Arguments, StackedInstances, TypesOfLeaves
-from jedbatch._session.copies import find_batches, plan_copies
-from jedbatch._session.mapped import MIN_ROWS, MappedProgram
-from jedbatch._session.minibatch import Flags, Minibatch, graph_of
+from jedbatch._session.core import Core
 from jedbatch._session.options import Options
-from jedbatch._session.outputs import InstanceOutput, Returned, form_of_results
-from jedbatch._session.pipeline import (
-    checked_inputs,
-    make_plan,
-    plan_again,
-    programs_of,
-    reverse_mode_only,
-    run_plan,
-)
-from jedbatch._session.recording import Recording, arrays_of
-from jedbatch._session.round import Round, Rounds
-from jedbatch._session.session import Session, num_programs
-from jedbatch._support.caches import Memory
-from jedbatch._support.guards import GuardFailed, until_guards_hold
-from jedbatch._support.types import Leaf, PyTree
+from jedbatch._session.round import Rounds
+from jedbatch._support.types import PyTree
 
-DECIDES = (
-    "it decides on values, which Python reads while they are computed: that has reverse mode only"
-)
-# Structures of shared arguments, before the one not used for longest is forgotten.
-MAX_SESSIONS = 16
-
-Made = TypeVar("Made")
 Given = TypeVarTuple("Given")  # what it takes
 Result = TypeVar("Result")
 
@@ -93,11 +44,6 @@ class Batched(Generic[*Given, Result]):
     """A function of many instances, made by `batch`.
 
     Use it like the function, with sequences of instances; `plan` and `apply` are its two halves.
-
-    Attributes:
-      last_rounds: what the last call ran, a tuple of rounds to look at or print: one, or, where
-        the function decides on values (`if`, `while`, `int()` on arrays), one for each time that
-        instances waited for values, and the last.
     """
 
     def __init__(
@@ -110,36 +56,34 @@ class Batched(Generic[*Given, Result]):
         lane_policy: LanePolicy = least_loss,
     ):
         functools.update_wrapper(self, fn, updated=())
-        self._name = getattr(fn, "__name__", type(fn).__name__)
-        self._fn = fn
-        self._arguments = Arguments(self._name, in_axes)
-        self._out_axes = out_axes
-        self._options = options
-        self._policy: Any = Adaptive() if policy is None else policy
-        self._lane_policy = lane_policy
-        self._recording = Recording(without_jit(fn), self._arguments.join, options.key)
-        self._environment = Environment(self._recording.fn)
-        self.last_rounds: Rounds = Rounds()
-        self._sessions: Memory = Memory(MAX_SESSIONS)
-        self._types_of_leaves = TypesOfLeaves()
-        self._compiled_before = 0  # programs that were forgotten
-        self._planning = threading.RLock()  # planning changes the sessions
-        self._keeping = threading.Lock()
+        self._core = Core(fn, in_axes, out_axes, policy, options, lane_policy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns what copies and pickles are made of; they have empty caches, and learn anew."""
+        core = self._core
+        policy = None if isinstance(core.policy, Adaptive) else core.policy
+        options = replace(core.options, counter=core.options.counter and LaneCounter())
+        given = core.fn, core.arguments.axes, core.out_axes, policy, options, core.lane_policy
+        return type(self), given
 
     @property
     def in_axes(self) -> int | tuple[int | None, ...]:
         """For each argument None if all instances share it, else 0; or 0 for all, as given."""
-        return self._arguments.axes
-
-    @property
-    def _stacks(self) -> bool:
-        """Whether results are stacked, and no list."""
-        return self._out_axes is not None
+        return self._core.arguments.axes
 
     @property
     def compilations(self) -> int:
         """XLA programs built so far; it stops growing when topologies are new but programs not."""
-        return self._compiled_before + num_programs(self._sessions)
+        return self._core.compilations
+
+    @property
+    def last_rounds(self) -> Rounds:
+        """What the last call ran, a tuple of rounds to look at or print.
+
+        That is one, or, where the function decides on values (`if`, `while`, `int()` on arrays),
+        one for each time that instances waited for values, and the last.
+        """
+        return self._core.last_rounds
 
     def clear(self) -> None:
         """Forgets everything that is cached: graphs of instances, programs, what was met.
@@ -147,10 +91,7 @@ class Batched(Generic[*Given, Result]):
         The batched function goes on working, and records and compiles again. The policy stays, and
         plans made before can still be applied.
         """
-        with self._planning:
-            self._compiled_before = self.compilations
-            self._sessions.clear()
-            self._environment.clear()
+        self._core.clear()
 
     @property
     def policy(self) -> Policy | None:
@@ -161,12 +102,11 @@ class Batched(Generic[*Given, Result]):
         does the same; before anything was planned, None. A policy can be assigned at any time; it
         holds for the plans made from then on.
         """
-        with self._planning:
-            return self._policy.machine if isinstance(self._policy, Adaptive) else self._policy
+        return self._core.fixed_policy
 
     @policy.setter
     def policy(self, policy: Policy | None) -> None:
-        self._policy = Adaptive() if policy is None else checked_policy(policy)
+        self._core.policy = Adaptive() if policy is None else checked_policy(policy)
 
     @property
     def lane_policy(self) -> LanePolicy:
@@ -174,30 +114,12 @@ class Batched(Generic[*Given, Result]):
 
         Assigned, it holds for calls and plans made from then on, whose programs are compiled anew.
         """
-        return self._lane_policy
+        return self._core.lane_policy
 
     @lane_policy.setter
     def lane_policy(self, policy: LanePolicy) -> None:
-        self._lane_policy = checked_lane_policy(policy)
+        self._core.lane_policy = checked_lane_policy(policy)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Returns what copies and pickles are made of; they have empty caches, and learn anew."""
-        policy = None if isinstance(self._policy, Adaptive) else self._policy
-        options = replace(self._options, counter=self._options.counter and LaneCounter())
-        given = self._arguments.axes, self._out_axes, policy, options
-        return type(self), (self._fn, *given, self._lane_policy)
-
-    def _twin(self) -> "Batched":
-        """Returns the same function with empty caches, nothing to learn and a list of results."""
-        given = agenda, self._options, self._lane_policy
-        return Batched(self._fn, self._arguments.axes, None, *given)
-
-    def _counting_twin(self) -> "Batched[*Given, Result]":
-        """Returns the same function with empty caches, to be compiled for counting."""
-        given = self._arguments.axes, self._out_axes, self.policy, self._options
-        return Batched(self._fn, *given, self.lane_policy)
-
-    @counting_calls
     def __call__(self, *args: *Given, **named: Any) -> Result:
         """Runs the function on all instances.
 
@@ -213,120 +135,9 @@ class Batched(Generic[*Given, Result]):
             that are not arrays, or results do not stack.
         """
         if named:
-            self._arguments.refuse_named(list(named))
-        if recording.recorder is None and runs_without_jit():
-            self.last_rounds = Rounds()
-            return plain_loop(self._fn, self._arguments, args, self._stacks)
-        if (results := self._run_mapped(args)) is not None:
-            return results
-        shared, instances = self._arguments.split(args)
-        if recording.recorder is not None:  # what instances of both functions do is batched
-            join = functools.partial(self._arguments.join, shared)
-            calls = [functools.partial(self._fn, *join(x)) for x in instances]
-            return put_together(self._name, recording.recorder.together(calls), self._stacks)
-        session, leaves = self._session(shared)
-        plan = self._unless_decides(
-            session,
-            lambda read: self._plan(session, instances, gradient=False, leaves=leaves, read=read),
-        )
-        if plan is None:
-            return self._run_stepwise(session, leaves, instances)
-        assert plan.host is not None
-        took = sum(plan.host.seconds.values())
-        rounds = [Round.of(plan.host.counted.layout, 0, took)]
-        self.last_rounds = Rounds.of(rounds, session.forms)
-        return self._run(plan, leaves, plan.inputs)
-
-    def _unless_decides(self, session: Session, make: Callable[[Callable], Made]) -> Made | None:
-        """Returns what is made of all that is computed; None if the function decides on values.
-
-        `make` is given what to call when a value is read.
-        """
-
-        def attempt() -> Made | None:
-            if session.decides:
-                return None
-            try:
-                return make(session.note_decision)
-            except Exception:
-                if session.decides:  # whatever the function makes of it
-                    raise GuardFailed from None
-                raise
-
-        return until_guards_hold(attempt, lambda: session.decides)
-
-    def _run_mapped(self, args: tuple) -> Any:
-        """Runs the function on rows of arrays; None if instances are to be planned one by one."""
-        planned = recording.recorder is not None or self._options.plans
-        if planned or (instances := self._arguments.stacked(args, MIN_ROWS)) is None:
-            return None
-        if varies((instances.shared, instances.arrays)):
-            return None
-        session, leaves = self._session(instances.shared)
-        start = time.perf_counter()
-        with self._planning:
-            program = self._mapped_program(session, instances)
-        if program is None:
-            return None
-        results = program(leaves, instances.arrays, stack=self._stacks)
-        rounds = [program.round(instances.num_rows, time.perf_counter() - start)]
-        self.last_rounds = Rounds.of(rounds, session.forms)
+            self._core.arguments.refuse_named(list(named))
+        results: Result = call(self._core, args)
         return results
-
-    def _mapped_program(
-        self, session: Session, instances: StackedInstances
-    ) -> MappedProgram | None:
-        """Returns the program for rows of arrays; None if they are to be planned one by one."""
-        key = session.mapped_key(self._environment.look().number, instances)
-        program = None if key is None else session.mapped_again.get(key)
-        if program is not None:
-            return program if program.takes(instances.arrays) else None
-        first = instances.first()
-        recorded = self._unless_decides(
-            session, lambda read: self._record(session, [first.arguments], read)
-        )
-        if recorded is None or recorded.tracers:  # it closes over values of an outer transformation
-            return None
-        (record,), (arrays,) = recorded.records, recorded.arrays
-        program = session.mapped_program(record, arrays, first.rows, instances)
-        if program is not None and recorded.num_known:
-            key = session.mapped_key(recorded.reached.number, instances)
-            if key is not None:
-                session.mapped_again[key] = program
-        return program
-
-    def _run_stepwise(
-        self,
-        session: Session,
-        leaves: list[Leaf],
-        instances: list[tuple],
-        *,
-        on_host: bool = False,
-        check: Callable[[], object] | None = None,
-    ) -> Any:
-        """Runs the function where it decides on values; `on_host` as `_results_on_host` does.
-
-        Before each round `check` is called, which may raise an error to end the call.
-        """
-        with self._planning:
-            arrays = arrays_of(instances, self._recording.classes)
-            self._environment.meet(self._recording.classes)
-            given = self._recording.fn, session, instances, self._arguments.join, self._policy
-            results_of = functools.partial(self._results, stacked=False if on_host else None)
-            call = Stepwise(*given, results_of, on_host=on_host)
-            call.check = check
-            reached, compiled = self._environment.look(), session.programs.compilations
-            before = compiled["round"]
-            try:
-                session.records.read(reached)
-                with reverse_mode_only(f"the batched `{self._name}`", DECIDES):
-                    results = call.run(leaves, arrays, reached)
-                session.note_rounds(arrays, compiled["round"] - before)
-                return results
-            finally:
-                self.last_rounds = Rounds.of(call.rounds, session.forms)
-                session.records.nothing_to_read()
-                self._environment.settle(reached)
 
     def plan(
         self,
@@ -362,43 +173,7 @@ class Batched(Generic[*Given, Result]):
           RuntimeError: another process cannot plan its minibatch, or has ended.
         """
         checks.flag("plan", "gradient", gradient)
-        devices = checked_devices("plan", mesh, axis)
-        shared, instances = self._arguments.split(args)
-        session, _ = self._session(shared, devices)
-        if devices is not None:
-            return plan_on_devices(self, session, instances, gradient, devices)
-        return self._lasting_plan(session, instances, gradient)
-
-    learn = learn
-    lane_steps = lane_steps
-    plans = plans
-    planner = planner
-    stream = stream
-    warm = warm
-    export = export
-    graph = graph
-
-    def _lasting_plan(
-        self,
-        session: Session,
-        instances: list[tuple],
-        gradient: bool,
-        stacked: bool | None = None,
-    ) -> Plan:
-        """A plan that can be kept, or an error if it needs values of an outer transformation."""
-        plan = self._plan(session, instances, gradient, stacked=stacked)
-        assert plan.host is not None
-        self._refuse_tracers(plan.host.tracers)
-        self._refuse_tracers(session.programs.reads_tracers(plan.static.signature))
-        return plan
-
-    def _refuse_tracers(self, there_are: object) -> None:
-        if there_are:
-            raise ValueError(
-                f"`{self._name}` closes over a traced value of an outer transformation, which a "
-                "plan cannot keep; make it a shared argument (`in_axes` None), or call the "
-                "batched function instead of `plan` and `apply`."
-            )
+        return plan(self._core, args, gradient, checked_devices("plan", mesh, axis))
 
     def apply(self, *args: PyTree, inputs: dict[str, Any] | None = None) -> Result:
         """Device work only: runs a plan. Differentiable, and can be compiled with `jax.jit`.
@@ -415,40 +190,8 @@ class Batched(Generic[*Given, Result]):
           ValueError: the shared arguments or the inputs are of other shapes or dtypes than those
             that the plan was made for.
         """
-        if not args:
-            raise TypeError(
-                "`apply` got no arguments; expected the shared ones and then a plan, as in "
-                "`batched.apply(params, batched.plan(params, instances))`."
-            )
-        *shared, plan = args
-        if not isinstance(plan, Plan):
-            raise TypeError(
-                f"`apply` got {checks.shown(plan)} as its last argument; expected a plan, as in "
-                "`batched.apply(params, batched.plan(params, instances))`."
-            )
-        session, leaves = self._session(tuple(shared), plan.static.devices)
-        of_plan = programs_of(plan)  # which may have been forgotten
-        if of_plan.environment is not self._environment:
-            raise ValueError(
-                f"`apply` of the batched `{self._name}` got a plan that another batched function "
-                "made; make one with its own `plan(*shared, instances)`."
-            )
-        if of_plan.configuration != session.programs.configuration:
-            raise ValueError(
-                f"`apply` of the batched `{self._name}` got a plan that was made while JAX was "
-                "configured in another way: "
-                f"{differences(of_plan.configuration, session.programs.configuration)}. Make a "
-                "new one with `plan(*shared, instances)`, or set the option as it was."
-            )
-        if of_plan.arguments_key != session.programs.arguments_key:
-            raise ValueError(
-                "`apply` got shared arguments of another structure, shapes or dtypes than the "
-                "plan was made for; make a new one with `plan(*shared, instances)`."
-            )
-        inputs = plan.inputs if inputs is None else inputs
-        if plan.static.devices is not None:
-            return apply_on_devices(self, plan, leaves, inputs)
-        return self._run(plan, leaves, checked_inputs(plan, inputs))
+        results: Result = apply(self._core, args, inputs)
+        return results
 
     def profile(self, *args: PyTree, repeat: int = 5) -> Plan:
         """Plans, runs and times: a plan that prints the median time of a run.
@@ -465,125 +208,318 @@ class Batched(Generic[*Given, Result]):
           ValueError: arguments disagree in length, or `repeat` is not positive.
         """
         checks.whole("profile", "repeat", repeat, least=1, most=10**6)
-        shared, instances = self._arguments.split(args)
-        session, leaves = self._session(shared)
-        plan = self._plan(session, instances, gradient=False)
-        (seconds,) = median_seconds([lambda: self._run(plan, leaves, plan.inputs)], repeat).tolist()
+        core = self._core
+        shared, instances = core.arguments.split(args)
+        session, leaves = core.session(shared)
+        plan = core.plan(session, instances, gradient=False)
+        (seconds,) = median_seconds([lambda: core.run(plan, leaves, plan.inputs)], repeat).tolist()
         return plan._timed(seconds)
 
-    # --- what is kept ---
+    def learn(self, *args: PyTree, **options: Any) -> FSM:
+        """Learns a policy from instances and uses it for the plans made from then on.
 
-    def _session(
-        self, shared: tuple, devices: DeviceAxis | None = None
-    ) -> tuple[Session, list[Any]]:
-        """Returns (the session for shared arguments of this structure, their leaves)."""
-        leaves, structure = self._arguments.leaves(shared)
-        types, found = self._types_of_leaves.of(leaves)
-        target = self._options.target or (found if devices is None else devices.target)
-        lanes = self._lane_policy
-        key = tree_key(structure), types, target, configuration(), Same(lanes)
-        session = self._sessions.use(key)
-        if session is None or session.is_full:
-            avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
-            session = Session.empty(
-                avals, structure, self._options, target, self._environment, key, lanes
-            )
-            session = self._keep(key, session)
-        return session, leaves
+        Args:
+          *args: as for a call; shared arguments may be `jax.ShapeDtypeStruct`s. 32 instances are
+            plenty.
+          **options: see `jedbatch.learn`.
 
-    def _keep(self, key: Hashable, new: Session) -> Session:
-        """Keeps a new session in place of one that is full, unless another thread was first."""
-        with self._keeping:
-            session = self._sessions.get(key)
-            if session is not None and not session.is_full:
-                return session
-            before = self.compilations
-            self._sessions[key] = new
-            self._compiled_before = before - num_programs(self._sessions)
-            return new
+        Returns:
+          The policy: print it, print its `report`, `save` it.
 
-    # --- planning ---
-
-    def _plan(
-        self,
-        session: Session,
-        instances: list[tuple],
-        gradient: bool,
-        leaves: Sequence[Leaf] = (),
-        read: Callable | None = None,
-        stacked: bool | None = None,
-    ) -> Plan:
-        """A plan, which can be differentiated if `gradient` or if the shared leaves are traced.
-
-        Results are `stacked` as `out_axes` says, unless that is given.
+        Raises:
+          TypeError, ValueError: as a call does, or an option makes no sense.
         """
-        with self._planning:
-            minibatch = self._record(session, instances, read)
-            values = itertools.chain(leaves, minibatch.reached.arrays, *minibatch.arrays)
-            keeps = gradient or bool(minibatch.tracers) or any_traced(values)
-            flags = Flags(gradient, keeps, self._stacks if stacked is None else stacked)
-            return self._plan_recorded(minibatch, flags)
+        return learn(self._core, args, options)
 
-    def _record(
-        self, session: Session, instances: list[tuple], read: Callable | None = None
-    ) -> Minibatch:
-        """Records instances; `read` is called where the function decides on a value."""
-        start = time.perf_counter()
-        cache, reached = session.records, self._environment.look()
-        tracers: Sequence[Leaf] = ()
-        found, num_known = self._recording.recall(cache, instances, reached), len(instances)
-        if found is None:
-            num_known = 0
-            try:
-                cache.read(reached)
-                with without_mesh():
-                    *found, tracers, num_known = self._recording.find(cache, instances, read)
-            finally:
-                cache.nothing_to_read()
-                if num_known < len(instances):  # else the function was not called
-                    self._environment.meet(self._recording.classes)
-                    self._environment.settle(reached)
-        seconds = {"trace": time.perf_counter() - start}
-        return Minibatch(session, *found, self._policy, seconds, num_known, tracers, reached)
+    def lane_steps(self, *args: PyTree, batch_size: int | None = None) -> LaneSteps:
+        """Runs the function, and counts what loops and branches that values decide on did.
 
-    def _plan_recorded(self, minibatch: Minibatch, flags: Flags) -> Plan:
-        """Plans what was recorded before; see `make_plan`."""
-        start = time.perf_counter()
-        session, for_values = minibatch.session, not (flags.gradient or flags.keeps)
-        if session.projections and isinstance(minibatch.policy, Adaptive) and for_values:
-            minibatch = minibatch._replace(records=session.projections.cut(minibatch.records))
-        again = plan_again(minibatch, flags)
-        if again is not None:
-            return again
-        found = None if minibatch.tracers else find_batches(minibatch)
-        if found is not None and for_values:
-            plan = plan_copies(minibatch, found, self._results, stacked=flags.stacked)
-            if plan is not None:
-                return plan
-        records = minibatch.records
-        graph, calls = graph_of(records), find_calls(records, minibatch.arrays)
-        slices = find_slices(calls, records)
-        seconds = {**minibatch.seconds, "merge": time.perf_counter() - start}
-        return make_plan(
-            minibatch._replace(seconds=seconds),
-            graph,
-            self._results(records, graph.outputs, slices, stacked=flags.stacked),
-            flags,
-            calls=calls,
-            batches=found and found.batches.expanded(found.copies, graph),
-        )
+        They run some nodes at a time, their lanes, and some of these are empty or done with a loop
+        (see `control_flow` of `jedbatch.batch`). For each loop, branch, and block of nested loops,
+        the counts say how many steps ran, how many lanes they ran, and how many lanes had to run:
+        the steps that each node takes by itself, added up, which is the least for any order. What
+        runs in lock step is not counted; nodes that fill up a chunk count in branches alone. The
+        function is compiled anew for this, so it is slow: for looking at a minibatch, not for
+        running it. Of a function made with `count_steps`, `last_rounds.lane_steps` has the same of
+        every call, without that.
 
-    def _results(
+        Args:
+          *args: as for a call.
+          batch_size: counts what `stream` runs with minibatches of so many instances; None counts
+            what a call runs.
+
+        Returns:
+          The counts, to look at or print.
+
+        Raises:
+          ValueError, TypeError: as a call does, or arguments are traced.
+
+        Examples:
+          >>> import jax, jax.numpy as jnp, jedbatch
+          >>> @jedbatch.cell
+          ... def halve(x):
+          ...     return jax.lax.while_loop(lambda x: x > 1, lambda x: x / 2, x)
+          >>> halve_all = jedbatch.batch(halve, in_axes=0, control_flow="lanes")
+          >>> counts = halve_all.lane_steps([jnp.float32(2**(i % 10)) for i in range(64)])
+          >>> counts.steps, counts.lanes, counts.needed
+          (9, 480, 276)
+        """
+        return lane_steps(self._core, args, batch_size)
+
+    def plans(
         self,
-        records: Sequence[InstanceOutput],
-        outputs: np.ndarray,
-        slices: Sequence[Mapping[int, Slice | TileRun]] = (),
-        stacked: bool | None = None,
-    ) -> Returned:
-        """(what each arena returns, the form of the result) from what all instances return."""
-        stacked = self._stacks if stacked is None else stacked
-        return form_of_results(self._name, records, outputs, slices, stacked)
+        *args: Any,
+        gradient: bool = True,
+        ahead: int = 2,
+        workers: int = 0,
+        mesh: Mesh | None = None,
+        axis: AxisNames = None,
+    ) -> Plans:
+        """Returns plans for minibatches, made in a thread or in processes while others are used.
 
-    def _run(self, plan: Plan, leaves: list[Leaf], inputs: Mapping[str, object]) -> Any:
-        outputs, packed = run_plan(plan, leaves, inputs, f"the batched `{self._name}`")
-        return results_from(plan.static.results, plan.static.signature, outputs, packed)
+        The device computes with one plan while the next ones are made. That saves time where steps
+        wait for results and the host has a core to spare. The thread ends once the iterator is
+        closed, as where a `for` loop is left, and sees JAX configured as it is where `plans` is
+        called.
+
+        Args:
+          *args: as for `plan`, with an iterable of minibatches in place of each sequence of
+            instances: a list, a generator, a `torch.utils.data.DataLoader` with `collate_fn=list`,
+            a Grain dataset batched with `batch_fn=list`. They are read in the thread, `ahead`
+            before they are needed at most. With `workers` they are read where plans are asked for.
+          gradient: whether `apply` will be differentiated; planning is faster if not.
+          ahead: plans made before they are asked for. With 0 they are made when they are, in the
+            thread of the caller. With `workers`, at least as many.
+          workers: processes that plan; 0 for a thread.
+          mesh: devices over which minibatches are cut, as for `plan`; without `workers`.
+          axis: of the mesh, as for `plan`.
+
+        Returns:
+          An iterator of plans for `apply`, in the order of the minibatches. Its `get_state` says
+          how far it has come, for a checkpoint, and `set_state` continues from there.
+
+        Raises:
+          TypeError: something is no iterable of minibatches, or what `plan` raises for one of them,
+            with a note that says which; the function cannot be sent to other processes.
+          ValueError: there are more minibatches of one argument than of another, there are
+            `workers` and a mesh or arrays that differ in length, or what `plan` raises.
+          RuntimeError: a process that plans ended.
+
+        Examples:
+          >>> import jax.numpy as jnp, jedbatch
+          >>> total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
+          >>> minibatches = [[(1.0, 2.0), (3.0,)], [(4.0,), (5.0, 6.0)]]
+          >>> [total.apply(2.0, plan).tolist() for plan in total.plans(2.0, minibatches)]
+          [[6.0, 6.0], [8.0, 22.0]]
+        """
+        return plans(self._core, args, gradient, ahead, workers, mesh, axis)
+
+    def planner(self, *args: PyTree, gradient: bool = True) -> Planner:
+        """Makes what plans minibatches in other processes, such as those of a loader of data.
+
+        It can be pickled. A process calls it with a list of instances, and `attach` makes a plan
+        here of what came back. Minibatches that need a new program are planned by `attach`. For
+        processes of its own `plans` has `workers`.
+
+        Args:
+          *args: as for `plan`, with a sample of instances: a minibatch like those to come.
+          gradient: whether `apply` will be differentiated.
+
+        Returns:
+          The planner: `collate_fn` of a `torch.utils.data.DataLoader` with
+          `multiprocessing_context="spawn"`, or `batch_fn` of a Grain dataset.
+
+        Raises:
+          TypeError: the function, its options or its arguments cannot be pickled.
+          ValueError: instances have arrays that differ in length; or what `plan` raises.
+
+        Examples:
+          >>> import jax.numpy as jnp, jedbatch
+          >>> total = jedbatch.batch(jedbatch.cell(jnp.dot))
+          >>> w, minibatches = jnp.ones(2), [[jnp.ones(2), 2 * jnp.ones(2)], [3 * jnp.ones(2)]]
+          >>> planner = total.planner(w, minibatches[0])
+          >>> prepared = map(planner, minibatches)        # elsewhere, once it has been pickled
+          >>> [total.apply(w, planner.attach(x)).tolist() for x in prepared]
+          [[2.0, 4.0], [6.0]]
+        """
+        return planner(self._core, args, gradient)
+
+    def stream(
+        self, *args: Any, batch_size: int = 64, ahead: int = 2, ordered: bool = True
+    ) -> Iterator[Any]:
+        """Yields the result of each of any number of instances, which are read as they are needed.
+
+        Instances are put into minibatches, which a thread plans and has the device compute while
+        others are used. No more of them is held than `ahead` minibatches and the one at hand. The
+        thread ends once the iterator is closed, as where a `for` loop is left, and sees JAX
+        configured as it is where `stream` is called. Functions that decide on values run in it.
+
+        A minibatch ends with its slowest instance. `lane_steps` with a `batch_size` counts what
+        loops of a stream run.
+
+        Args:
+          *args: as for a call, with an iterable of instances, such as a generator, in place of each
+            sequence of instances.
+          batch_size: instances in a minibatch; the last one has what is left, and compiles nothing
+            that a plan of another minibatch would not.
+          ahead: minibatches that are computed before they are asked for. With 0 they are planned
+            and computed when they are, in the thread of the caller.
+          ordered: whether results come in the order of the instances, by themselves. If not, pairs
+            `(number, result)` come as soon as results are there, with the number of the instance
+            from 0 on.
+
+        Returns:
+          An iterator of results, pytrees of arrays of NumPy, which are read-only; random keys are
+          arrays of JAX. They are not stacked, and may differ in shape.
+
+        Raises:
+          TypeError: something is no iterable of instances, or shared arguments are traced.
+          ValueError: there are more instances of one argument than of another.
+
+          Whatever an instance raises, with a note that says its number, after the results of all
+          instances before it. The same goes for what the iterables raise.
+
+        Examples:
+          >>> import jax.numpy as jnp, jedbatch
+          >>> total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
+          >>> numbers = ((float(n), 1.0) for n in range(5))
+          >>> [float(x) for x in total.stream(2.0, numbers, batch_size=2)]
+          [2.0, 4.0, 6.0, 8.0, 10.0]
+        """
+        return stream(self._core, args, batch_size, ahead, ordered)
+
+    def warm(
+        self,
+        *args: PyTree,
+        batch_size: int | None = None,
+        gradient: bool = False,
+        calls: bool = True,
+        mesh: Mesh | None = None,
+        axis: AxisNames = None,
+    ) -> Plan | None:
+        """Compiles ahead of time what minibatches of instances like these need.
+
+        Programs have room for the largest minibatch of the sample, and headroom, so that
+        minibatches never seen before find theirs. A function that decides on values (`if`,
+        `while`, `int()` on arrays) has no plans: minibatches of the sample are run, one after the
+        other, with the shared arguments given, which say what is decided.
+
+        Args:
+          *args: as for a call, with a sample of the instances that will come: those of ten
+            minibatches are plenty.
+          batch_size: how many instances later minibatches have. The sample is cut into minibatches
+            of so many; one that is smaller is repeated. None takes it for one minibatch.
+          gradient: whether gradients will be taken, too.
+          calls: whether the function will be called, or plans applied, outside of `jax.jit`, so
+            that this is to be compiled now. If False, programs are chosen and nothing is run, for
+            plans that are applied in a `jax.jit` of yours; it compiles once.
+          mesh: devices over which minibatches will be cut, as for `plan`. Then functions are not
+            called, and `calls` says whether plans are applied outside of `jax.jit`.
+          axis: of the mesh, as for `plan`.
+
+        Returns:
+          A plan of the largest minibatch of the sample, for instance to compile a train step ahead
+          of time: `jax.jit(step).lower(params, plan).compile()`. None if the function decides on
+          values.
+
+        Raises:
+          ValueError, TypeError: arguments do not fit `in_axes`, shared arguments are no arrays or
+            are traced, there is no instance, or nothing to take gradients with respect to.
+
+        Examples:
+          >>> import jax.numpy as jnp, jedbatch
+          >>> add = jedbatch.cell(lambda p, x, y: jnp.tanh(p * (x + y)), name="add")
+          >>> def total(p, t):
+          ...     return add(p, total(p, t[0]), total(p, t[1])) if isinstance(t, tuple) else p * t
+          >>> total_all, p = jedbatch.batch(total), jnp.ones(3)
+          >>> sample = [(1, 2), ((3, 4), 5), 6, (7, (8, 9))]
+          >>> plan = total_all.warm(p, sample, batch_size=2, gradient=True)
+          >>> compiled = total_all.compilations
+          >>> total_all(p, [((1, 2), 3), (4, 5)]).shape
+          (2, 3)
+          >>> total_all.compilations - compiled
+          0
+        """
+        return warm(self._core, args, batch_size, gradient, calls, mesh, axis)
+
+    @checks.without(compiled=NO_EXECUTABLES)
+    def export(
+        self,
+        *args: PyTree,
+        batch_size: int | None = None,
+        gradient: bool = False,
+        platforms: Sequence[str] | None = None,
+        sizes: Mapping[str, int] | None = None,
+    ) -> Exported:
+        """Exports the function, so that other processes compute it without the model's Python.
+
+        The exported programs compute any graph of the node types that the sample has, up to their
+        sizes: they have room for the largest minibatch of the sample, and headroom. Arrays that
+        the function closes over are part of it; shared arguments are not.
+
+        Args:
+          *args: as for a call, with a sample of the instances that will come, of all node types:
+            those of ten minibatches are plenty. Shared arguments may be `jax.ShapeDtypeStruct`s.
+          batch_size: the most instances of a minibatch. The sample is cut into minibatches of so
+            many; one that is smaller is repeated. None takes it for one minibatch.
+          gradient: whether results will be differentiated (once, in reverse mode), too.
+          platforms: any of "cpu", "cuda", "rocm" and "tpu", whether they are here or not; None for
+            that of the shared arguments.
+          sizes: room for at least so many of what `Exported.sizes` lists, such as nodes of a type
+            by its label; and "readers": how many nodes may read one value if there are gradients.
+
+        Returns:
+          The exported function: `save` it, or call it as the function, with graphs for instances.
+
+        Raises:
+          TypeError: the policy is a function of yours, or as `plan` does.
+          ValueError: there is no such platform or size, arrays in instances differ in length, the
+            function is batched with `count_steps`, or as `plan` does.
+          ImportError: the package flatbuffers is missing, with which JAX writes programs.
+
+        Examples:
+          >>> import jax.numpy as jnp, numpy as np, jedbatch
+          >>> add = jedbatch.cell(lambda p, x, y: jnp.tanh(p * (x + y)), name="add")
+          >>> leaf = jedbatch.cell(lambda p, n: p * n, name="leaf")
+          >>> def total(p, t):
+          ...     is_node = isinstance(t, tuple)
+          ...     return add(p, total(p, t[0]), total(p, t[1])) if is_node else leaf(p, t)
+          >>> p, trees = jnp.ones(3), [((1, 2), 3), (4, 5)]
+          >>> exported = jedbatch.batch(total).export(p, trees)
+          >>> again = jedbatch.Exported.deserialize(exported.serialize())     # in another process
+          >>> numbers = np.array([1, 2, 3], np.int32)
+          >>> nodes = ["leaf", "leaf", "leaf", "add", "add"]
+          >>> reads = [[-1], [-2], [-3], [1, 2], [0, 3]]
+          >>> again(p, [again.graph(nodes, reads, inputs=[numbers])])[0].tolist()[0] > 0.9
+          True
+        """
+        return export(self._core, args, batch_size, gradient, platforms, sizes)
+
+    def graph(self, *args: PyTree) -> Graph:
+        """Returns the graph of instances, with their inputs, to be stored and computed elsewhere.
+
+        Its types say what they compute, so that a model exported in another process knows them.
+
+        Args:
+          *args: as for a call; shared arguments may be `jax.ShapeDtypeStruct`s.
+
+        Returns:
+          A graph of all instances: `save` it, or `split` it into one for each.
+
+        Raises:
+          TypeError: arguments are not what the function takes.
+          ValueError: arrays in instances differ in length, or as `plan` does.
+
+        Examples:
+          >>> import jax.numpy as jnp, jedbatch
+          >>> double = jedbatch.batch(jedbatch.cell(lambda p, x: p * x, name="double"))
+          >>> print(double.graph(jnp.ones(2), [3.0, 4.0]))
+          Graph of 2 instances: 2 nodes, 1 types, 2 operands, 2 inputs
+            2 × double(f32[]~) -> f32[2]
+        """
+        return graph(self._core, args)
+
+
+def core_of(batched: Batched) -> Core:
+    """Returns what records and plans for a batched function."""
+    return batched._core

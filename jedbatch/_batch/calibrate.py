@@ -23,13 +23,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jedbatch import checks
-from jedbatch._batch.batched import Batched
+from jedbatch._batch.batched import Batched, core_of
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.storage import is_key, row_bytes, stored
 from jedbatch._program.executors import median_seconds
 from jedbatch._schedule.fsm import match_labels
+from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.minibatch import Flags, Minibatch
 from jedbatch._support.files import write_text
@@ -222,12 +223,11 @@ def calibrate(
             "returned, and then the arguments of a call."
         )
     checks.whole("calibrate", "repeat", repeat, least=1, most=10**6)
-    probe = batched._twin()
-    plan = probe.plan(*args, gradient=False)
-    graph = plan.graph
+    probe = core_of(batched).twin(policy=agenda, out_axes=None)
+    shared, instances = probe.arguments.split(args)
+    session, leaves = probe.session(shared)
+    graph = probe.lasting_plan(session, instances, gradient=False).graph
     assert graph is not None
-    shared, _ = probe._arguments.split(args)
-    session, leaves = probe._session(shared)
     per_byte, flags = gather_cost(repeat), Flags(stacked=False)
     types: dict[str, TypeCost] = {}
     for t in graph.present_types:
@@ -239,9 +239,9 @@ def calibrate(
             for w in WIDTHS
             for n in COUNTS
         ]
-        plans = [probe._plan_recorded(x, flags) for x in minibatches]
+        plans = [probe.plan_recorded(x, flags) for x in minibatches]
         seconds = median_seconds(
-            [lambda p=p: probe._run(p, leaves, p.inputs) for p in plans], repeat
+            [lambda p=p: probe.run(p, leaves, p.inputs) for p in plans], repeat
         )
         narrow, wide = (np.diff(seconds.reshape(2, 2))[:, 0] / (COUNTS[1] - COUNTS[0])).tolist()
         per_node = max(0.0, (wide - narrow) / (WIDTHS[1] - WIDTHS[0]))

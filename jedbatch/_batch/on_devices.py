@@ -15,6 +15,7 @@ from jedbatch._program.host_arrays import results_from
 from jedbatch._program.plan import Plan
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import find_calls
+from jedbatch._session.core import Core
 from jedbatch._session.minibatch import Minibatch
 from jedbatch._session.pipeline import checked_inputs
 from jedbatch._session.session import Session
@@ -83,7 +84,7 @@ def checked_devices(name: str, mesh: Any, axis: AxisNames) -> DeviceAxis | None:
 
 
 def plan_on_devices(
-    batched: Any, session: Session, instances: list[tuple], gradient: bool, devices: DeviceAxis
+    core: Core, session: Session, instances: list[tuple], gradient: bool, devices: DeviceAxis
 ) -> Plan:
     """Returns the plan of a minibatch that is cut over devices; see `Batched.plan`.
 
@@ -92,14 +93,14 @@ def plan_on_devices(
         tiles, or the function reads values of an outer transformation.
     """
     if devices.num_processes > 1:
-        found = agreed_plan(batched, Proposal.of(batched, session, instances, gradient, devices))
+        found = agreed_plan(core, Proposal.of(core, session, instances, gradient, devices))
         assert found is not None
         return found
-    check_number("plan", batched._name, len(instances), devices)
-    with batched._planning:
-        minibatch = _recorded(batched, session, instances)
-        plan = plan_shards(minibatch, batched._results, devices, gradient=gradient)
-        batched._refuse_tracers(session.programs.reads_tracers(plan.static.signature))
+    check_number("plan", core.name, len(instances), devices)
+    with core.planning:
+        minibatch = _recorded(core, session, instances)
+        plan = plan_shards(minibatch, core.results, devices, gradient=gradient)
+        core.refuse_tracers(session.programs.reads_tracers(plan.static.signature))
         return plan
 
 
@@ -123,7 +124,7 @@ class Proposal:
 
     @staticmethod
     def of(
-        batched: Any,
+        core: Core,
         session: Session,
         instances: list[tuple],
         gradient: bool,
@@ -131,13 +132,13 @@ class Proposal:
     ) -> "Proposal":
         """Returns a minibatch laid out, or what went wrong."""
         try:
-            check_number("plan", batched._name, len(instances), devices)
-            check_stacked(batched)
-            how = {"keeps": gradient, "reuse": bool(batched._options.reuse)}
-            with batched._planning:
-                minibatch = _recorded(batched, session, instances)
+            check_number("plan", core.name, len(instances), devices)
+            check_stacked(core)
+            how = {"keeps": gradient, "reuse": bool(core.options.reuse)}
+            with core.planning:
+                minibatch = _recorded(core, session, instances)
                 session.note_types()
-                cut = place_shards(minibatch, batched._results, devices.num_own, **how)
+                cut = place_shards(minibatch, core.results, devices.num_own, **how)
                 check_inputs(minibatch, cut)
         except Exception as error:  # for all processes to know
             return Proposal(devices, gradient, error=error)
@@ -159,7 +160,7 @@ class Proposal:
         }
 
 
-def agreed_plan(batched: Any, proposal: Proposal) -> Plan | None:
+def agreed_plan(core: Core, proposal: Proposal) -> Plan | None:
     """Returns the plan of a minibatch that all processes have their part of; None at the end.
 
     Raises:
@@ -169,26 +170,26 @@ def agreed_plan(batched: Any, proposal: Proposal) -> Plan | None:
     minibatch, cut, error = proposal.minibatch, proposal.cut, proposal.error
     state = READY if cut is not None else FAILED if error is not None else ENDED
     text = f"{type(error).__name__}: {checks.cut(error)}" if error is not None else ""
-    has_more = agree_to_begin(batched._name, state, proposal.facts, text)
+    has_more = agree_to_begin(core.name, state, proposal.facts, text)
     if error is not None:
         raise error
     if not has_more:
         return None
     assert minibatch is not None
     assert cut is not None
-    with batched._planning:
+    with core.planning:
         programs = minibatch.session.programs
-        agreement, devices = Agreement(programs, batched._name), proposal.devices
+        agreement, devices = Agreement(programs, core.name), proposal.devices
         found, took = arrange_shards(
-            minibatch, cut, batched._results, devices, agreement.lower, gradient=proposal.gradient
+            minibatch, cut, core.results, devices, agreement.lower, gradient=proposal.gradient
         )
         plan = filled(minibatch, found, took, devices, gradient=proposal.gradient)
-        batched._refuse_tracers(programs.reads_tracers(plan.static.signature))
+        core.refuse_tracers(programs.reads_tracers(plan.static.signature))
         return plan
 
 
 def proposals(
-    batched: Any, rows: Iterator[list[Any]], gradient: bool, devices: DeviceAxis
+    core: Core, rows: Iterator[list[Any]], gradient: bool, devices: DeviceAxis
 ) -> Iterator[Proposal]:
     """Yields the minibatches of this process, and at last that there are no more, or an error."""
     number = 0
@@ -198,9 +199,9 @@ def proposals(
             if row is None:
                 yield Proposal(devices, gradient)
                 return
-            shared, instances = batched._arguments.split(row)
-            session, _ = batched._session(shared, devices)
-            proposal = Proposal.of(batched, session, instances, gradient, devices)
+            shared, instances = core.arguments.split(row)
+            session, _ = core.session(shared, devices)
+            proposal = Proposal.of(core, session, instances, gradient, devices)
         except Exception as error:
             proposal = Proposal(devices, gradient, error=error)
         if proposal.error is not None:
@@ -209,16 +210,16 @@ def proposals(
         number += 1
 
 
-def agreed_plans(batched: Any, made: Any) -> Iterator[Plan]:
+def agreed_plans(core: Core, made: Any) -> Iterator[Plan]:
     """Yields plans that all processes have agreed on, in the thread that runs them.
 
     Args:
-      batched: the batched function.
+      core: of the batched function.
       made: proposals, which another thread may have made.
     """
     try:
         for proposal in made:
-            plan = agreed_plan(batched, proposal)
+            plan = agreed_plan(core, proposal)
             if plan is None:
                 return
             yield plan
@@ -226,17 +227,17 @@ def agreed_plans(batched: Any, made: Any) -> Iterator[Plan]:
         made.close()
 
 
-def check_stacked(batched: Any) -> None:
+def check_stacked(core: Core) -> None:
     """Raises an error if results are lists, of which other processes do not know the parts."""
-    if batched._out_axes is None:
+    if core.out_axes is None:
         raise ValueError(
-            f"the batched `{batched._name}` returns a list of results, and the mesh has devices of "
+            f"the batched `{core.name}` returns a list of results, and the mesh has devices of "
             "several processes; expected results that stack, `out_axes=0`."
         )
 
 
 def reserve_on_devices(
-    batched: Any,
+    core: Core,
     session: Session,
     minibatches: list[list[tuple]],
     gradient: bool,
@@ -244,13 +245,13 @@ def reserve_on_devices(
 ) -> dict[bool, list[Plan]]:
     """Plans of all minibatches after programs were made that do for each, by `gradient`."""
     size = len(minibatches[0])
-    check_number("warm", batched._name, size, devices)
-    with batched._planning:
+    check_number("warm", core.name, size, devices)
+    with core.planning:
         every = list(itertools.chain(*minibatches))  # at once: types depend on what was met
-        parts = _recorded(batched, session, every).cut(size)
-        reserve_shards(parts, batched._results, devices.num_own, gradient=gradient)
+        parts = _recorded(core, session, every).cut(size)
+        reserve_shards(parts, core.results, devices.num_own, gradient=gradient)
         return {
-            wanted: [plan_on_devices(batched, session, m, wanted, devices) for m in minibatches]
+            wanted: [plan_on_devices(core, session, m, wanted, devices) for m in minibatches]
             for wanted in sorted({False, gradient})
         }
 
@@ -266,13 +267,13 @@ def check_number(function: str, name: str, count: int, devices: DeviceAxis) -> N
         )
 
 
-def _recorded(batched: Any, session: Session, instances: list[tuple]) -> Minibatch:
+def _recorded(core: Core, session: Session, instances: list[tuple]) -> Minibatch:
     """Returns what was recorded, or an error if it cannot be cut."""
-    minibatch: Minibatch = batched._record(session, instances)
-    batched._refuse_tracers(minibatch.tracers)
+    minibatch: Minibatch = core.record(session, instances)
+    core.refuse_tracers(minibatch.tracers)
     if find_calls(minibatch.records, minibatch.arrays):
         raise ValueError(
-            f"instances of the batched `{batched._name}` have arrays that differ in length, whose "
+            f"instances of the batched `{core.name}` have arrays that differ in length, whose "
             "rows are packed one after the other, which is not done over several devices. Leave "
             "out the mesh, pad these arrays to one length, or make lists of arrays of one shape "
             "of them, `list(array)`, which may differ in length."
@@ -280,9 +281,9 @@ def _recorded(batched: Any, session: Session, instances: list[tuple]) -> Minibat
     return minibatch
 
 
-def apply_on_devices(batched: Any, plan: Plan, leaves: Sequence[Leaf], inputs: Any) -> Any:
+def apply_on_devices(core: Core, plan: Plan, leaves: Sequence[Leaf], inputs: Any) -> Any:
     """Returns the results of a plan of a minibatch that is cut over devices."""
-    static, name = plan.static, f"the batched `{batched._name}`"
+    static, name = plan.static, f"the batched `{core.name}`"
     devices = static.devices
     assert devices is not None
     check_devices(name, devices, leaves)

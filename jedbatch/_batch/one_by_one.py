@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch import checks
+from jedbatch._batch.calling import run_stepwise
 from jedbatch._batch.warming import cut_evenly, one_of_each, reserve
 from jedbatch._control_flow.continuous import (
     GENERATION,
@@ -32,6 +33,7 @@ from jedbatch._jaxpr.transfers import fetched
 from jedbatch._program.host_arrays import results_from, rows_on_host
 from jedbatch._program.plan import Plan
 from jedbatch._record.cell import recording
+from jedbatch._session.core import Core
 from jedbatch._session.pipeline import run_plan
 from jedbatch._support.types import Array, PyTree
 
@@ -54,15 +56,15 @@ class OneByOne:
     """A batched function whose results are given one by one, as arrays of NumPy.
 
     Attributes:
-      batched: the function.
+      core: of the batched function.
     """
 
-    def __init__(self, who: str, batched: Any, shared: tuple[Any, ...]):
+    def __init__(self, who: str, core: Core, shared: tuple[Any, ...]):
         """Checks that there are values to compute with.
 
         Args:
           who: the function that needs them, for messages.
-          batched: the batched function.
+          core: of the batched function.
           shared: the shared arguments.
 
         Raises:
@@ -72,16 +74,16 @@ class OneByOne:
         if recording.recorder is not None:
             raise RuntimeError(
                 f"`{who}` is called inside of a batched function or a lazy scope, where nothing "
-                f"has a value; call the batched `{batched._name}` there."
+                f"has a value; call the batched `{core.name}` there."
             )
-        for leaf in batched._arguments.leaves(shared)[0]:
+        for leaf in core.arguments.leaves(shared)[0]:
             if isinstance(leaf, jax.ShapeDtypeStruct | Tracer):
                 raise TypeError(
                     f"`{who}` got {checks.shown(leaf)} among the shared arguments of "
-                    f"`{batched._name}`; expected arrays with values, since results are read on "
+                    f"`{core.name}`; expected arrays with values, since results are read on "
                     "the host. Under transformations of JAX use `plans` and `apply`."
                 )
-        self.batched = batched
+        self.core = core
 
     def plan(self, shared: tuple[Any, ...], instances: Sequence[tuple[Any, ...]]) -> Plan | None:
         """Returns a plan, which may be run once; None if the function decides on values.
@@ -90,13 +92,10 @@ class OneByOne:
           shared: the shared arguments.
           instances: the mapped arguments of each.
         """
-        batched = self.batched
-        session, leaves = batched._session(shared)
-        return batched._unless_decides(
-            session,
-            lambda read: batched._plan(
-                session, list(instances), False, leaves, read, stacked=False
-            ),
+        core = self.core
+        session, leaves = core.session(shared)
+        return session.unless_decides(
+            lambda read: core.plan(session, list(instances), False, leaves, read, stacked=False),
         )
 
     def start(
@@ -111,14 +110,14 @@ class OneByOne:
         A function that decides on values has computed them by then. Before each of its rounds
         `check` is called, which may raise an error to end it.
         """
-        batched = self.batched
-        session, leaves = batched._session(shared)
+        core = self.core
+        session, leaves = core.session(shared)
         if plan is None:
-            results = batched._run_stepwise(
-                session, leaves, list(instances), on_host=True, check=check
+            results = run_stepwise(
+                core, session, leaves, list(instances), on_host=True, check=check
             )
             return lambda: results
-        outputs, packed = run_plan(plan, leaves, plan.inputs, f"the batched `{batched._name}`")
+        outputs, packed = run_plan(plan, leaves, plan.inputs, f"the batched `{core.name}`")
         static = plan.static
 
         def fetch() -> list[PyTree]:
@@ -149,19 +148,17 @@ class OneByOne:
         Returns:
           Those that are left because a round failed.
         """
-        batched = self.batched
-        session, leaves = batched._session(shared)
-        call = Continuous(
-            batched._recording.fn, session, batched._arguments.join, batched._policy, room
-        )
-        with batched._planning:
-            reached = batched._environment.look()
+        core = self.core
+        session, leaves = core.session(shared)
+        call = Continuous(core.recording.fn, session, core.arguments.join, core.policy, room)
+        with core.planning:
+            reached = core.environment.look()
             try:
                 session.records.read(reached)
                 return call.serve(leaves, reached, first, take, give, ended)
             finally:
                 session.records.nothing_to_read()
-                batched._environment.settle(reached)
+                core.environment.settle(reached)
 
     def warm(
         self, shared: tuple[Any, ...], sample: Sequence[tuple[Any, ...]], sizes: Sequence[int]
@@ -181,12 +178,11 @@ class OneByOne:
 
     def _warm_minibatches(self, shared: tuple, sample: Sequence[tuple], size: int) -> bool:
         """Does so for one size, unless the function decides on values; returns whether it did."""
-        batched = self.batched
-        session, _ = batched._session(shared)
+        core = self.core
+        session, _ = core.session(shared)
         minibatches = cut_evenly(sample, size)
-        plans = batched._unless_decides(
-            session,
-            lambda read: reserve(batched, session, minibatches, False, read, stacked=False),
+        plans = session.unless_decides(
+            lambda read: reserve(core, session, minibatches, False, read, stacked=False),
         )
         for minibatch in one_of_each(minibatches, plans[False]) if plans else ():
             self.run(shared, minibatch)

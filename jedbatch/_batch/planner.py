@@ -12,7 +12,7 @@ import os
 import pickle
 import sys
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.plan import Plan
 from jedbatch._record.instance_arrays import array_type
 from jedbatch._record.thread_settings import SETTINGS
+from jedbatch._session.core import Core
 from jedbatch._session.degenerate import warn_once
 from jedbatch._session.portable import (
     Exporter,
@@ -37,7 +38,7 @@ from jedbatch._session.portable import (
     digest_of,
     follow_cuts,
 )
-from jedbatch._support.types import Array, PyTree
+from jedbatch._support.types import Array
 from jedbatch.errors import PlannedHereWarning
 
 MANY_PLANNED_HERE = 8  # minibatches, and half of all, before we warn
@@ -83,25 +84,25 @@ class Planner:
     """
 
     def __init__(
-        self, batched: Any, shared: tuple[Any, ...], sample: list[tuple[Any, ...]], gradient: bool
+        self, core: Core, shared: tuple[Any, ...], sample: list[tuple[Any, ...]], gradient: bool
     ):
         """Plans a sample, so that there are programs and a policy."""
         self._identity = uuid.uuid4().hex
         self._process = os.getpid()
-        self._batched, self._shared = batched, shared
+        self._core, self._shared = core, shared
         self._sample, self._gradient = sample, gradient
-        self._session, leaves = batched._session(shared)
+        self._session, leaves = core.session(shared)
         self._types = [*map(array_type, leaves)]
         self._exporter = Exporter(self._session.programs)
         self._num_attached = self._num_planned_here = 0
         plan = self._plan(sample)
         if plan.ragged:
             raise ValueError(
-                f"instances of the batched `{batched._name}` have arrays that differ in length, "
+                f"instances of the batched `{core.name}` have arrays that differ in length, "
                 "which other processes cannot plan; leave out `workers`, or pad these arrays."
             )
         self._digest = self._exporter.digest(plan)
-        self._reached = batched._environment.look().number
+        self._reached = core.environment.look().number
         self._read = self._reading()
         self._pickled()
 
@@ -152,7 +153,7 @@ class Planner:
             return self._planned_here(instances, prepared.reason)
         if not self._is_current:
             raise RuntimeError(
-                f"what the batched `{self._batched._name}` reads besides its arguments has changed "
+                f"what the batched `{self._core.name}` reads besides its arguments has changed "
                 "since its planner was made; make another one."
             )
         return self._attached(prepared)
@@ -163,7 +164,7 @@ class Planner:
 
         Arrays of JAX may be others: programs are given those that are there when they run.
         """
-        environment = self._batched._environment
+        environment = self._core.environment
         number = environment.look().number
         if number != self._reached and environment.digest() == self._read[0]:
             self._reached = number
@@ -174,19 +175,18 @@ class Planner:
 
     def _reading(self) -> tuple[bytes, int]:
         """(a digest of what the function reads, of how many classes of objects in instances)."""
-        environment = self._batched._environment
+        environment = self._core.environment
         return environment.digest(), len(environment.classes)
 
     @property
     def _is_imported(self) -> bool:
         """True if other processes import the function; else it is sent with what it reads."""
-        portable = _portable(self._batched)
+        portable = _portable(self._core.fn)
         return isinstance(portable, tuple) or name_of(portable) is not None
 
     def _plan(self, instances: list[tuple]) -> Plan:
         """Returns a plan made here, of the mapped arguments of each instance."""
-        plan: Plan = self._batched._lasting_plan(self._session, instances, self._gradient)
-        return plan
+        return self._core.lasting_plan(self._session, instances, self._gradient)
 
     def _planned_here(self, instances: list[tuple], reason: str | None) -> Plan:
         """Returns a plan made here; notes the reason why, if another process should have made it.
@@ -201,7 +201,7 @@ class Planner:
                 warn_once(
                     PlannedHereWarning,
                     f"other processes could not plan {num} of {self._num_attached} minibatches of "
-                    f"the batched `{self._batched._name}`, the last one since {reason}. They were "
+                    f"the batched `{self._core.name}`, the last one since {reason}. They were "
                     "planned in the process that runs them",
                     self._session.registry.warned,
                 )
@@ -226,17 +226,17 @@ class Planner:
 
     def _pickled(self) -> bytes:
         """Returns what another process needs."""
-        batched = self._batched
-        structure = batched._arguments.leaves(self._shared)[1]
+        core = self._core
+        structure = core.arguments.leaves(self._shared)[1]
         specs = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in self._types]
-        options = replace(batched._options, target=self._session.programs.target)
-        axes = batched._arguments.axes, batched._out_axes
+        options = replace(core.options, target=self._session.programs.target)
+        axes = core.arguments.axes, core.out_axes
         parts = {
-            "function": (type(batched), _portable(batched)),
+            "function": _portable(core.fn),
             "options": (*axes, self._policy, options),
             "shared arguments": jax.tree.unflatten(structure, specs),
             "instances": self._sample,
-            "classes of instances": batched._environment.classes,
+            "classes of instances": core.environment.classes,
         }
         pickled = {}
         for name, part in parts.items():
@@ -245,7 +245,7 @@ class Planner:
             except Exception as error:
                 cure = "Define" if CAN_SEND_CLOSURES else "Install cloudpickle, or define"
                 raise TypeError(
-                    f"the {name} of the batched `{batched._name}` cannot be sent to other "
+                    f"the {name} of the batched `{core.name}` cannot be sent to other "
                     f"processes: {checks.cut(error)}. {cure} functions and classes at the top "
                     "level of a module."
                 ) from error
@@ -272,45 +272,18 @@ class Planner:
     @property
     def _policy(self) -> Any:
         """The policy for other processes, which learn none of their own."""
-        policy = self._batched.policy
-        return FixedPolicy(policy) if isinstance(self._batched._policy, Adaptive) else policy
+        policy: Any = self._core.fixed_policy
+        return FixedPolicy(policy) if isinstance(self._core.policy, Adaptive) else policy
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannerCopy, (self._pickled(),)
 
 
-def planner(batched: Any, *args: PyTree, gradient: bool = True) -> Planner:
-    """Makes what plans minibatches in other processes, such as those of a loader of data.
-
-    It can be pickled. A process calls it with a list of instances, and `attach` makes a plan
-    here of what came back. Minibatches that need a new program are planned by `attach`. For
-    processes of its own `plans` has `workers`.
-
-    Args:
-      batched: the batched function.
-      *args: as for `plan`, with a sample of instances: a minibatch like those to come.
-      gradient: whether `apply` will be differentiated.
-
-    Returns:
-      The planner: `collate_fn` of a `torch.utils.data.DataLoader` with
-      `multiprocessing_context="spawn"`, or `batch_fn` of a Grain dataset.
-
-    Raises:
-      TypeError: the function, its options or its arguments cannot be pickled.
-      ValueError: instances have arrays that differ in length; or what `plan` raises.
-
-    Examples:
-      >>> import jax.numpy as jnp, jedbatch
-      >>> total = jedbatch.batch(jedbatch.cell(jnp.dot))
-      >>> w, minibatches = jnp.ones(2), [[jnp.ones(2), 2 * jnp.ones(2)], [3 * jnp.ones(2)]]
-      >>> planner = total.planner(w, minibatches[0])
-      >>> prepared = map(planner, minibatches)        # elsewhere, once it has been pickled
-      >>> [total.apply(w, planner.attach(x)).tolist() for x in prepared]
-      [[2.0, 4.0], [6.0]]
-    """
+def planner(core: Core, args: tuple, gradient: bool) -> Planner:
+    """Makes what plans in other processes; see `Batched.planner`."""
     checks.flag("planner", "gradient", gradient)
-    shared, instances = batched._arguments.split(args)
-    return Planner(batched, shared, instances, gradient)
+    shared, instances = core.arguments.split(args)
+    return Planner(core, shared, instances, gradient)
 
 
 class PlannerCopy:
@@ -369,13 +342,12 @@ class _Work:
             for name, value in state["settings"].items():
                 if getattr(jax.config, name) != value:
                     jax.config.update(name, value)
-        function, options, shared, sample, classes = map(pickle.loads, state["parts"].values())
-        batched_class, portable = function
+        portable, options, shared, sample, classes = map(pickle.loads, state["parts"].values())
         self._identity = state["identity"]
-        self._batched = batched_class(_function_of(portable), *options)
-        self._batched._environment.meet(classes)  # those whose digest was sent
+        self._core = Core(_function_of(portable), *options)
+        self._core.environment.meet(classes)  # those whose digest was sent
         self._sample, self._gradient = sample, state["gradient"]
-        self._session, _ = self._batched._session(shared)
+        self._session, _ = self._core.session(shared)
         self._programs = ImportedPrograms(self._session.programs)
         self._session.programs = self._programs
         self._programs.accept(state["programs"])
@@ -388,10 +360,10 @@ class _Work:
 
         A graph of types that are not known there is no reason to think that it is another one.
         """
-        if read is not None and self._batched._environment.digest() != read:
+        if read is not None and self._core.environment.digest() != read:
             return False
         try:
-            plan = self._batched._lasting_plan(self._session, self._sample, self._gradient)
+            plan = self._core.lasting_plan(self._session, self._sample, self._gradient)
         except NoProgramError:
             return True
         return digest_of(plan, self._session.registry, self._programs.identities) == digest
@@ -403,7 +375,7 @@ class _Work:
         if programs is not None and programs.version > self._programs.version:
             self._programs.accept(programs)
         arguments = _arguments_of(self._sample, instances)
-        plan = self._batched._lasting_plan(self._session, arguments, self._gradient)
+        plan = self._core.lasting_plan(self._session, arguments, self._gradient)
         if plan.ragged:
             return Prepared(self._identity, instances, "arrays differ in length")
         static, host = plan.static, plan.host
@@ -427,12 +399,12 @@ def named(error: Exception) -> str:
     return f"{type(error).__name__}: {checks.cut(error)}"
 
 
-def _portable(batched: Any) -> Any:
-    """Returns the function, or (module, name) of a batched one that stands in its place there."""
-    fn = batched._fn
+def _portable(fn: Callable) -> Any:
+    """Returns a function, or (module, name) of what wraps it and stands in its place there."""
     where = getattr(fn, "__module__", None) or "", getattr(fn, "__qualname__", "")
     try:
-        return where if operator.attrgetter(where[1])(sys.modules[where[0]]) is batched else fn
+        found = operator.attrgetter(where[1])(sys.modules[where[0]])
+        return where if getattr(found, "__wrapped__", None) is fn else fn
     except (KeyError, AttributeError):
         return fn
 
@@ -442,7 +414,7 @@ def _function_of(portable: Any) -> Any:
     if not isinstance(portable, tuple):
         return portable
     module, name = portable
-    return operator.attrgetter(name)(importlib.import_module(module))._fn
+    return operator.attrgetter(name)(importlib.import_module(module)).__wrapped__
 
 
 def _arguments_of(sample: list[tuple], instances: Sequence[Any]) -> list[tuple]:

@@ -13,6 +13,7 @@ from jedbatch import checks
 from jedbatch._batch.ahead import END, MAX_AHEAD, in_thread, in_turn
 from jedbatch._batch.one_by_one import OneByOne, Settled, settled
 from jedbatch._record.thread_settings import ThreadSettings
+from jedbatch._session.core import Core
 from jedbatch._support.types import PyTree
 
 MAX_BATCH = 1 << 20
@@ -32,58 +33,13 @@ class Begun(NamedTuple):
     fetch: Callable[[], list[PyTree]] | None
 
 
-def stream(
-    batched: Any,
-    *args: Any,
-    batch_size: int = 64,
-    ahead: int = 2,
-    ordered: bool = True,
-) -> Iterator[Any]:
-    """Yields the result of each of any number of instances, which are read as they are needed.
-
-    Instances are put into minibatches, which a thread plans and has the device compute while
-    others are used. No more of them is held than `ahead` minibatches and the one at hand. The
-    thread ends once the iterator is closed, as where a `for` loop is left, and sees JAX configured
-    as it is where `stream` is called. Functions that decide on values run in it.
-
-    A minibatch ends with its slowest instance. `lane_steps` with a `batch_size` counts what loops
-    of a stream run.
-
-    Args:
-      batched: the batched function.
-      *args: as for a call, with an iterable of instances, such as a generator, in place of each
-        sequence of instances.
-      batch_size: instances in a minibatch; the last one has what is left, and compiles nothing
-        that a plan of another minibatch would not.
-      ahead: minibatches that are computed before they are asked for. With 0 they are planned and
-        computed when they are, in the thread of the caller.
-      ordered: whether results come in the order of the instances, by themselves. If not, pairs
-        `(number, result)` come as soon as results are there, with the number of the instance from
-        0 on.
-
-    Returns:
-      An iterator of results, pytrees of arrays of NumPy, which are read-only; random keys are
-      arrays of JAX. They are not stacked, and may differ in shape.
-
-    Raises:
-      TypeError: something is no iterable of instances, or shared arguments are traced.
-      ValueError: there are more instances of one argument than of another.
-
-      Whatever an instance raises, with a note that says its number, after the results of all
-      instances before it. The same goes for what the iterables raise.
-
-    Examples:
-      >>> import jax.numpy as jnp, jedbatch
-      >>> total = jedbatch.batch(lambda w, xs: sum(w * x for x in xs))
-      >>> numbers = ((float(n), 1.0) for n in range(5))
-      >>> [float(x) for x in total.stream(2.0, numbers, batch_size=2)]
-      [2.0, 4.0, 6.0, 8.0, 10.0]
-    """
+def stream(core: Core, args: tuple, batch_size: int, ahead: int, ordered: bool) -> Iterator[Any]:
+    """Yields the results of any number of instances; see `Batched.stream`."""
     checks.whole("stream", "batch_size", batch_size, least=1, most=MAX_BATCH)
     checks.whole("stream", "ahead", ahead, least=0, most=MAX_AHEAD)
     checks.flag("stream", "ordered", ordered)
-    shared, rows = batched._arguments.streams(args)
-    one_by_one = OneByOne("stream", batched, shared)
+    shared, rows = core.arguments.streams(args)
+    one_by_one = OneByOne("stream", core, shared)
     minibatches = _begun(one_by_one, shared, MinibatchSource(rows, batch_size))
     settings, of_thread = ThreadSettings(), ThreadSettings()
 

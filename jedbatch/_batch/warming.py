@@ -12,11 +12,13 @@ from jax.core import Tracer
 from jax.sharding import Mesh
 
 from jedbatch import checks
+from jedbatch._batch.calling import apply, call
 from jedbatch._batch.on_devices import AxisNames, checked_devices, reserve_on_devices
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._program.plan import Plan
 from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.instance_arrays import array_type
+from jedbatch._session.core import Core
 from jedbatch._session.minibatch import graph_of
 from jedbatch._session.pipeline import reserve_programs
 from jedbatch._session.session import Session
@@ -25,86 +27,44 @@ from jedbatch._support.types import Leaf, PyTree
 
 
 def warm(
-    batched: Any,
-    *args: PyTree,
-    batch_size: int | None = None,
-    gradient: bool = False,
-    calls: bool = True,
-    mesh: Mesh | None = None,
-    axis: AxisNames = None,
+    core: Core,
+    args: tuple,
+    batch_size: int | None,
+    gradient: bool,
+    calls: bool,
+    mesh: Mesh | None,
+    axis: AxisNames,
 ) -> Plan | None:
-    """Compiles ahead of time what minibatches of instances like these need.
-
-    Programs have room for the largest minibatch of the sample, and headroom, so that
-    minibatches never seen before find theirs. A function that decides on values (`if`,
-    `while`, `int()` on arrays) has no plans: minibatches of the sample are run, one after the
-    other, with the shared arguments given, which say what is decided.
-
-    Args:
-      batched: the batched function.
-      *args: as for a call, with a sample of the instances that will come: those of ten
-        minibatches are plenty.
-      batch_size: how many instances later minibatches have. The sample is cut into minibatches
-        of so many; one that is smaller is repeated. None takes it for one minibatch.
-      gradient: whether gradients will be taken, too.
-      calls: whether the function will be called, or plans applied, outside of `jax.jit`, so
-        that this is to be compiled now. If False, programs are chosen and nothing is run, for
-        plans that are applied in a `jax.jit` of yours; it compiles once.
-      mesh: devices over which minibatches will be cut, as for `plan`. Then functions are not
-        called, and `calls` says whether plans are applied outside of `jax.jit`.
-      axis: of the mesh, as for `plan`.
-
-    Returns:
-      A plan of the largest minibatch of the sample, for instance to compile a train step ahead
-      of time: `jax.jit(step).lower(params, plan).compile()`. None if the function decides on
-      values.
-
-    Raises:
-      ValueError, TypeError: arguments do not fit `in_axes`, shared arguments are no arrays or
-        are traced, there is no instance, or nothing to take gradients with respect to.
-
-    Examples:
-      >>> import jax.numpy as jnp, jedbatch
-      >>> add = jedbatch.cell(lambda p, x, y: jnp.tanh(p * (x + y)), name="add")
-      >>> def total(p, t):
-      ...     return add(p, total(p, t[0]), total(p, t[1])) if isinstance(t, tuple) else p * t
-      >>> total_all, p = jedbatch.batch(total), jnp.ones(3)
-      >>> sample = [(1, 2), ((3, 4), 5), 6, (7, (8, 9))]
-      >>> plan = total_all.warm(p, sample, batch_size=2, gradient=True)
-      >>> compiled = total_all.compilations
-      >>> total_all(p, [((1, 2), 3), (4, 5)]).shape
-      (2, 3)
-      >>> total_all.compilations - compiled
-      0
-    """
+    """Compiles what minibatches to come need; see `Batched.warm`."""
     devices = checked_devices("warm", mesh, axis)
     checks.flag("warm", "gradient", gradient)
     checks.flag("warm", "calls", calls)
     if batch_size is not None:
         checks.whole("warm", "batch_size", batch_size, least=1)
-    shared, instances = batched._arguments.split(args)
-    session, leaves = batched._session(shared, devices)
-    check_values(batched._name, leaves)
+    shared, instances = core.arguments.split(args)
+    session, leaves = core.session(shared, devices)
+    check_values(core.name, leaves)
     minibatches = cut_evenly(instances, batch_size or len(instances))
+    plans: dict[bool, list[Plan]] | None
     if devices is not None:
-        plans = reserve_on_devices(batched, session, minibatches, gradient, devices)
+        plans = reserve_on_devices(core, session, minibatches, gradient, devices)
     else:
-        plans = batched._unless_decides(
-            session, lambda read: reserve(batched, session, minibatches, gradient, read)
+        plans = session.unless_decides(
+            lambda read: reserve(core, session, minibatches, gradient, read)
         )
     planned = plans[gradient] if plans else None
-    check_possible(batched._name, leaves, planned, gradient, calls)
-    if calls and devices is not None:
-        _compile_plans(batched, shared, plans, gradient)
+    check_possible(core.name, leaves, planned, gradient, calls)
+    if calls and plans and devices is not None:
+        _compile_plans(core, shared, plans, gradient)
     elif calls:
-        _compile(batched, shared, minibatches, plans, gradient, list)
-        if batched._arguments.stacked(args, 1):  # calls with rows of arrays are run otherwise
-            _compile(batched, shared, minibatches, plans, gradient, stack_rows)
+        _compile(core, shared, minibatches, plans, gradient, list)
+        if core.arguments.stacked(args, 1):  # calls with rows of arrays are run otherwise
+            _compile(core, shared, minibatches, plans, gradient, stack_rows)
     return max(planned, key=num_lanes) if planned else None
 
 
 def reserve(
-    batched: Any,
+    core: Core,
     session: Session,
     minibatches: list[list[tuple]],
     gradient: bool,
@@ -114,39 +74,39 @@ def reserve(
     """Plans of all minibatches after programs were made that do for each, by `gradient`.
 
     Args:
-      batched: the batched function.
+      core: of the batched function.
       session: that keeps the programs.
       minibatches: the mapped arguments of each instance of each, as many in each.
       gradient: whether there will be gradients, too.
       read: what to call when the function decides on a value.
       stacked: whether results are stacked, and no list; None as the function has it.
     """
-    with batched._planning:
+    with core.planning:
         every = list(itertools.chain(*minibatches))  # at once: types depend on what was met
         parts = []
-        for minibatch in batched._record(session, every, read).cut(len(minibatches[0])):
+        for minibatch in core.record(session, every, read).cut(len(minibatches[0])):
             records = minibatch.records
             graph, calls = graph_of(records), find_calls(records, minibatch.arrays)
             slices = find_slices(calls, records)
-            parts.append((graph, batched._results(records, graph.outputs, slices, stacked), calls))
-        reserve_programs(session, parts, batched._policy, gradient=gradient)
+            parts.append((graph, core.results(records, graph.outputs, slices, stacked), calls))
+        reserve_programs(session, parts, core.policy, gradient=gradient)
         return {
-            wanted: [batched._lasting_plan(session, m, wanted, stacked) for m in minibatches]
+            wanted: [core.lasting_plan(session, m, wanted, stacked) for m in minibatches]
             for wanted in sorted({False, gradient})
         }
 
 
 def _compile_plans(
-    batched: Any, shared: tuple, plans: dict[bool, list[Plan]], gradient: bool
+    core: Core, shared: tuple, plans: dict[bool, list[Plan]], gradient: bool
 ) -> None:
     """Applies a plan of every program that minibatches need, and with `gradient` the reverse."""
-    leaves, structure = batched._arguments.leaves(shared)
+    leaves, structure = core.arguments.leaves(shared)
     for plan in one_of_each(plans[False], plans[False]):
-        batched.apply(*shared, plan)
+        apply(core, (*shared, plan))
     for plan in one_of_each(plans[True], plans[True]) if gradient else ():
 
         def apply_with(leaves: list[Leaf], inputs: Any, plan: Plan = plan) -> Any:
-            return batched.apply(*jax.tree.unflatten(structure, leaves), plan, inputs=inputs)
+            return apply(core, (*jax.tree.unflatten(structure, leaves), plan), inputs)
 
         if moves(leaves):
             pull_back(functools.partial(apply_with, inputs=plan.inputs), leaves)
@@ -155,7 +115,7 @@ def _compile_plans(
 
 
 def _compile(
-    batched: Any,
+    core: Core,
     shared: tuple,
     minibatches: list[list[tuple]],
     plans: dict[bool, list[Plan]] | None,
@@ -164,21 +124,21 @@ def _compile(
 ) -> None:
     """Runs every program that minibatches need, and with `gradient` the reverse."""
 
-    def call(shared: tuple, minibatch: list[tuple]) -> Any:
+    def run(shared: tuple, minibatch: list[tuple]) -> Any:
         columns = list(map(form, zip(*minibatch, strict=True)))
-        return batched(*batched._arguments.join(shared, columns))
+        return call(core, tuple(core.arguments.join(shared, columns)))
 
     for minibatch in one_of_each(minibatches, plans[False]) if plans else minibatches:
-        call(shared, minibatch)
+        run(shared, minibatch)
     if not gradient:
         return
-    leaves, structure = batched._arguments.leaves(shared)
+    leaves, structure = core.arguments.leaves(shared)
 
     def call_with(minibatch: list[tuple]) -> Callable:
-        return lambda leaves: call(jax.tree.unflatten(structure, leaves), minibatch)
+        return lambda leaves: run(jax.tree.unflatten(structure, leaves), minibatch)
 
     def apply_with(plan: Plan) -> Callable:
-        return lambda inputs: batched.apply(*shared, plan, inputs=inputs)
+        return lambda inputs: apply(core, (*shared, plan), inputs)
 
     if moves(leaves):
         for minibatch in one_of_each(minibatches, plans[True]) if plans else minibatches:

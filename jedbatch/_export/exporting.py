@@ -12,7 +12,7 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._export import archive
 from jedbatch._export.encoding import kind_to_json, version_of
-from jedbatch._export.exported import HEURISTICS, NO_EXECUTABLES, Exported, member_name
+from jedbatch._export.exported import HEURISTICS, Exported, member_name
 from jedbatch._export.planned_kernels import kernel_to_json
 from jedbatch._export.programs import Variant, default_platform, programs_of_variant
 from jedbatch._export.trees import parameter_types, structure_to_json
@@ -36,6 +36,7 @@ from jedbatch._program.signature import Signature
 from jedbatch._ragged.calls import find_calls
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.policy import schedule
+from jedbatch._session.core import Core
 from jedbatch._session.indices import table_rows
 from jedbatch._session.minibatch import Minibatch, graph_of
 from jedbatch._session.pipeline import results_of_rows, told_apart
@@ -43,75 +44,33 @@ from jedbatch._session.portable import identity_of
 from jedbatch._session.session import Session
 from jedbatch._session.shards import values_at, with_room
 from jedbatch._support.samples import cut_evenly
-from jedbatch._support.types import PyTree
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 MANY_INSTRUCTIONS = 2048  # of which there is room at least, unless there are fewer lanes
 
 
-@checks.without(compiled=NO_EXECUTABLES)
 def export(
-    batched: Any,
-    *args: PyTree,
-    batch_size: int | None = None,
-    gradient: bool = False,
-    platforms: Sequence[str] | None = None,
-    sizes: Mapping[str, int] | None = None,
+    core: Core,
+    args: tuple,
+    batch_size: int | None,
+    gradient: bool,
+    platforms: Sequence[str] | None,
+    sizes: Mapping[str, int] | None,
 ) -> Exported:
-    """Exports the function, so that other processes compute it without the model's Python.
-
-    The exported programs compute any graph of the node types that the sample has, up to their
-    sizes: they have room for the largest minibatch of the sample, and headroom. Arrays that
-    the function closes over are part of it; shared arguments are not.
-
-    Args:
-      batched: the batched function.
-      *args: as for a call, with a sample of the instances that will come, of all node types: those
-        of ten minibatches are plenty. Shared arguments may be `jax.ShapeDtypeStruct`s.
-      batch_size: the most instances of a minibatch. The sample is cut into minibatches of so many;
-        one that is smaller is repeated. None takes it for one minibatch.
-      gradient: whether results will be differentiated (once, in reverse mode), too.
-      platforms: any of "cpu", "cuda", "rocm" and "tpu", whether they are here or not; None for that
-        of the shared arguments.
-      sizes: room for at least so many of what `Exported.sizes` lists, such as nodes of a type by
-        its label; and "readers": how many nodes may read one value if there are gradients.
-
-    Returns:
-      The exported function: `save` it, or call it as the function, with graphs for instances.
-
-    Raises:
-      TypeError: the policy is a function of yours, or as `plan` does.
-      ValueError: there is no such platform or size, arrays in instances differ in length, the
-        function is batched with `count_steps`, or as `plan` does.
-      ImportError: the package flatbuffers is missing, with which JAX writes programs.
-
-    Examples:
-      >>> import jax.numpy as jnp, numpy as np, jedbatch
-      >>> add = jedbatch.cell(lambda p, x, y: jnp.tanh(p * (x + y)), name="add")
-      >>> leaf = jedbatch.cell(lambda p, n: p * n, name="leaf")
-      >>> def total(p, t):
-      ...     return add(p, total(p, t[0]), total(p, t[1])) if isinstance(t, tuple) else leaf(p, t)
-      >>> p, trees = jnp.ones(3), [((1, 2), 3), (4, 5)]
-      >>> exported = jedbatch.batch(total).export(p, trees)
-      >>> again = jedbatch.Exported.deserialize(exported.serialize())     # in another process
-      >>> numbers = np.array([1, 2, 3], np.int32)
-      >>> nodes, reads = ["leaf", "leaf", "leaf", "add", "add"], [[-1], [-2], [-3], [1, 2], [0, 3]]
-      >>> again(p, [again.graph(nodes, reads, inputs=[numbers])])[0].tolist()[0] > 0.9
-      True
-    """
+    """Exports the function; see `Batched.export`."""
     checks.flag("export", "gradient", gradient)
     if batch_size is not None:
         checks.whole("export", "batch_size", batch_size, least=1)
-    policy_to_json(batched)
-    if batched._options.counter is not None:
+    policy_to_json(core)
+    if core.options.counter is not None:
         raise ValueError(
             "`export` got a function that is batched with count_steps=True, whose programs tell "
             "this process how many steps they run; export one that is batched without."
         )
-    shared, instances = batched._arguments.split(args)
-    targets = _targets(batched, shared, platforms)
+    shared, instances = core.arguments.split(args)
+    targets = _targets(core, shared, platforms)
     room = batch_size or len(instances)
-    samples = [Sample.of(batched, target, shared, instances, room) for target, _ in targets]
+    samples = [Sample.of(core, target, shared, instances, room) for target, _ in targets]
     first = samples[0]
     types = first.types
     members: dict[str, bytes] = {}
@@ -142,15 +101,15 @@ def export(
         )
     _check_sizes(sizes or {}, used)
     header = {
-        "name": batched._name,
+        "name": core.name,
         "jedbatch": version_of("jedbatch"),
         "jax": version_of("jax"),
         "types": list(map(type_to_json, types)),
         "parameters": [t.to_json() for t in parameter_types(shared, len(first.leaves))],
         "batch_size": room,
-        "stacked": batched._out_axes is not None,
-        "order": batched._options.layout,
-        "policy": policy_to_json(batched),
+        "stacked": core.out_axes is not None,
+        "order": core.options.layout,
+        "policy": policy_to_json(core),
         "constants": [[f"constants/{i}", *key[1:]] for key, i in constants.items()],
         "targets": written,
         **first.result_form(),
@@ -159,31 +118,10 @@ def export(
     return Exported.deserialize(archive.pack(header, members))
 
 
-def graph(batched: Any, *args: PyTree) -> Graph:
-    """Returns the graph of instances, with their inputs, to be stored and computed elsewhere.
-
-    Its types say what they compute, so that a model exported in another process knows them.
-
-    Args:
-      batched: the batched function.
-      *args: as for a call; shared arguments may be `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      A graph of all instances: `save` it, or `split` it into one for each.
-
-    Raises:
-      TypeError: arguments are not what the function takes.
-      ValueError: arrays in instances differ in length, or as `plan` does.
-
-    Examples:
-      >>> import jax.numpy as jnp, jedbatch
-      >>> double = jedbatch.batch(jedbatch.cell(lambda p, x: p * x, name="double"))
-      >>> print(double.graph(jnp.ones(2), [3.0, 4.0]))
-      Graph of 2 instances: 2 nodes, 1 types, 2 operands, 2 inputs
-        2 × double(f32[]~) -> f32[2]
-    """
-    shared, instances = batched._arguments.split(args)
-    minibatch = _recorded(batched, shared, instances)
+def graph(core: Core, args: tuple) -> Graph:
+    """Returns the graph of instances; see `Batched.graph`."""
+    shared, instances = core.arguments.split(args)
+    minibatch = _recorded(core, shared, instances)
     whole = graph_of(minibatch.records)
     inputs = []
     for i, (record, own) in enumerate(zip(minibatch.records, minibatch.arrays, strict=True)):
@@ -191,7 +129,7 @@ def graph(batched: Any, *args: PyTree) -> Graph:
             rows = np.asarray(rows_of_inputs(chunk, own, i))
             kind = chunk.type if is_key(chunk.type.dtype) else ValueType(*stored(chunk.type))
             inputs.append(InputRows(kind, rows.astype(stored(chunk.type)[1], copy=False)))
-    with batched._planning:
+    with core.planning:
         types = described_types(minibatch.session, whole.present_types)
     place = np.zeros(len(whole.types), np.int32)
     place[whole.present_types] = np.arange(len(types))
@@ -200,15 +138,15 @@ def graph(batched: Any, *args: PyTree) -> Graph:
     return Graph(tuple(types), place[whole.node_type], *columns, *ends)
 
 
-def _recorded(batched: Any, shared: tuple, instances: list[tuple]) -> Minibatch:
+def _recorded(core: Core, shared: tuple, instances: list[tuple]) -> Minibatch:
     """Returns recorded instances, or an error if they are no data."""
-    session, _ = batched._session(shared)
-    with batched._planning:
-        minibatch: Minibatch = batched._record(session, instances)
-    batched._refuse_tracers(minibatch.tracers)
+    session, _ = core.session(shared)
+    with core.planning:
+        minibatch: Minibatch = core.record(session, instances)
+    core.refuse_tracers(minibatch.tracers)
     if find_calls(minibatch.records, minibatch.arrays):
         raise ValueError(
-            f"instances of the batched `{batched._name}` have arrays that differ in length, which "
+            f"instances of the batched `{core.name}` have arrays that differ in length, which "
             "are not part of a graph; pad these arrays to one length, or make lists of arrays of "
             "one shape of them, `list(array)`, which may differ in length."
         )
@@ -244,29 +182,26 @@ class Sample:
       types: of their nodes.
     """
 
-    def __init__(self, batched: Any, shared: tuple, instances: list[tuple], room: int):
-        self._batched, self._room = batched, room
-        self.session, self.leaves = batched._session(shared)
-        self._records = _recorded(batched, shared, instances).records
+    def __init__(self, core: Core, shared: tuple, instances: list[tuple], room: int):
+        self._core, self._room = core, room
+        self.session, self.leaves = core.session(shared)
+        self._records = _recorded(core, shared, instances).records
         self._minibatches = cut_evenly(self._records, room)
         self._ids = graph_of(self._records).present_types
-        with batched._planning:
+        with core.planning:
             self.types = described_types(self.session, self._ids)
             for minibatch in self._minibatches:  # a policy may learn from each
-                schedule(graph_of(minibatch), batched._policy)
+                schedule(graph_of(minibatch), core.policy)
 
     @staticmethod
     def of(
-        batched: Any, target: Target, shared: tuple, instances: list[tuple], room: int
+        core: Core, target: Target, shared: tuple, instances: list[tuple], room: int
     ) -> "Sample":
         """Returns a sample recorded for a target."""
-        session, _ = batched._session(shared)
+        session, _ = core.session(shared)
         if session.programs.target != target:  # by the same function, elsewhere
-            options = replace(batched._options, target=target)
-            axes = batched._arguments.axes, batched._out_axes
-            given = batched._policy, options, batched.lane_policy
-            batched = type(batched)(batched._fn, *axes, *given)
-        return Sample(batched, shared, instances, room)
+            core = core.twin(options=replace(core.options, target=target))
+        return Sample(core, shared, instances, room)
 
     def numbers_of(self, types: Sequence[NodeType]) -> list[int]:
         """Returns the ids here of types that may have been described for another target."""
@@ -290,8 +225,8 @@ class Sample:
         self, keeps: bool, sizes: Mapping[str, int], used: set[str]
     ) -> tuple[Signature, ReverseSignature | None]:
         """Returns programs with room for the sample, and for some sizes; notes which are `used`."""
-        with self._batched._planning:
-            placed, forms = self._placed(keeps, self._batched._options.reuse)
+        with self._core.planning:
+            placed, forms = self._placed(keeps, self._core.options.reuse)
             if len({x.reuse for x in placed}) > 1:  # as large as makes no difference
                 placed, forms = self._placed(keeps, True)
             signature = enlarged(make_ample_signature(placed, None, ()), sizes, used)
@@ -311,18 +246,24 @@ class Sample:
             return signature, replace(enlarged_reverse(reverse, sizes, used), marks=marks)
 
     def _placed(self, keeps: bool, reuse: bool | None) -> tuple[list[Placement], list[OutputSpec]]:
-        batched, placed, forms = self._batched, [], []
+        core, placed, forms = self._core, [], []
         for records in self._minibatches:
             graph = graph_of(records)
-            positions, form = batched._results(records, np.arange(len(graph.outputs)))
+            positions, form = core.results(records, np.arange(len(graph.outputs)))
             at, form = with_room(positions, form, self._room)
             returned = {kind: values_at(graph, x).tolist() for kind, x in at.items()}
-            batches = schedule(graph, batched._policy)
-            is_stacked, order = form.batch is not None, batched._options.layout
+            batches = schedule(graph, core.policy)
             forms.append(form)
-            place = self.session.programs.place
-            how = {"stacked": is_stacked, "keeps": keeps, "reuse": reuse}
-            placed.append(place(graph, batches, returned, order, **how))
+            own = self.session.programs.place(
+                graph,
+                batches,
+                returned,
+                core.options.layout,
+                stacked=form.batch is not None,
+                keeps=keeps,
+                reuse=reuse,
+            )
+            placed.append(own)
         return placed, forms
 
 
@@ -416,7 +357,7 @@ def _exported_variant(
 
     arrays = programs.shared_values(closed_over, [], ())
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
-        sample._batched._refuse_tracers(True)
+        sample._core.refuse_tracers(True)
     types = [ValueType(x.shape, x.dtype) for x in arrays]
     arrays = [np.asarray(to_stored(x, t)) for x, t in zip(arrays, types, strict=True)]
     avals = [sample.session.registry.shared[i].aval for i in range(len(sample.leaves))]
@@ -440,10 +381,10 @@ def _written_array(
 
 
 def _targets(
-    batched: Any, shared: tuple, platforms: Sequence[str] | None
+    core: Core, shared: tuple, platforms: Sequence[str] | None
 ) -> list[tuple[Target, list[str]]]:
     """Returns the targets of platforms, that of here first if it is among them."""
-    session, _ = batched._session(shared)
+    session, _ = core.session(shared)
     here = session.programs.target
     if platforms is None:
         return [(here, [default_platform()])]
@@ -454,14 +395,14 @@ def _targets(
         raise ValueError("`export` got no platforms; expected at least one, such as 'cpu'.")
     found: dict[Target, list[str]] = {}
     for name in dict.fromkeys(names):
-        target = batched._options.target or target_of_platform(name)
+        target = core.options.target or target_of_platform(name)
         found.setdefault(target, []).append(name)
     return sorted(found.items(), key=lambda item: item[0] != here)
 
 
-def policy_to_json(batched: Any) -> Any:
+def policy_to_json(core: Core) -> Any:
     """Returns the policy of a batched function as JSON; None where schedules by rank do."""
-    policy = batched._policy
+    policy = core.policy
     if isinstance(policy, Adaptive):
         return None if policy.learned is None else ["adaptive", policy.learned.to_json()]
     if isinstance(policy, FSM):
@@ -469,7 +410,7 @@ def policy_to_json(batched: Any) -> Any:
     names = [name for name, known in HEURISTICS.items() if known is policy]
     if not names:
         raise TypeError(
-            f"`export` got the batched `{batched._name}` with policy={checks.brief(policy)}, which "
+            f"`export` got the batched `{core.name}` with policy={checks.brief(policy)}, which "
             f"is Python; expected an `FSM`, or one of the heuristics {sorted(HEURISTICS)} of "
             "`jedbatch.policies`. `batched.learn(params, instances)` learns an `FSM`."
         )

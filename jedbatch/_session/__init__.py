@@ -31,4 +31,5 @@ Read in this order:
 18. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
 19. `copies`: Minibatches in which structures recur: planned once for all instances of a structure.
 20. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
+21. `core`: `Core`: records and plans minibatches of a function.
 """

@@ -2,9 +2,9 @@
 
 import itertools
 import threading
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
@@ -33,9 +33,10 @@ from jedbatch._session.options import Options
 from jedbatch._session.program_cache import MAX_PROGRAMS, ProgramCache
 from jedbatch._session.record_cache import RecordCache
 from jedbatch._support.caches import Budget, Memory
-from jedbatch._support.guards import GuardFailed
+from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.types import Array
 
+Made = TypeVar("Made")
 MAX_MINIBATCHES = 1024  # that are kept as they were planned
 MANY_ENTRIES = 50_000  # of what types are made of, before all is forgotten
 
@@ -174,11 +175,29 @@ class Session:
             program = self.mapped[record, places] = MappedProgram(record, self.programs, places)
         return program if program.takes(instances.arrays) else None
 
-    def note_decision(self, symbol: Symbol) -> NoReturn:
+    def _note_decision(self, symbol: Symbol) -> NoReturn:
         """Notes that the function decides on values, and stops it."""
         self.decides = True
         symbol._trace.caching = False
         raise GuardFailed
+
+    def unless_decides(self, make: Callable[[Callable], Made]) -> Made | None:
+        """Returns what is made of all that is computed; None if the function decides on values.
+
+        `make` is given what to call when a value is read.
+        """
+
+        def attempt() -> Made | None:
+            if self.decides:
+                return None
+            try:
+                return make(self._note_decision)
+            except Exception:
+                if self.decides:  # whatever the function makes of it
+                    raise GuardFailed from None
+                raise
+
+        return until_guards_hold(attempt, lambda: self.decides)
 
     def note_types(self) -> None:
         """Notes how many node types and regions there are when a minibatch is planned."""

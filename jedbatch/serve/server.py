@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import jedbatch
 from jedbatch import checks
+from jedbatch._batch.batched import core_of
 from jedbatch._batch.one_by_one import OneByOne
 from jedbatch.serve.errors import DeadlineExceeded, Overloaded, ServerClosed
 from jedbatch.serve.metrics import Meter, Metrics
@@ -85,7 +86,7 @@ class Server:
         self._num_mapped = None if axes is None else axes.count(0)
         self._batched = batched
         self._params = params
-        self._one_by_one = OneByOne("Server", batched, params)
+        self._one_by_one = OneByOne("Server", core_of(batched), params)
         self._sizes = [most]
         while self._sizes[-1] > 1:
             self._sizes.append((self._sizes[-1] + 1) // 2)
@@ -247,7 +248,7 @@ class Server:
             raise ValueError(
                 f"a server got {len(params)} shared arguments; expected {len(self._params)}."
             )
-        OneByOne("Server.params", self._batched, params)
+        OneByOne("Server.params", core_of(self._batched), params)
         check_same(self._params, params)
         self._params = params
         self._meter.count("swaps")

@@ -10,6 +10,7 @@ from cases import values
 from cases.helpers import assert_close, mostly_slow
 
 import jedbatch
+from jedbatch._batch.batched import core_of
 from jedbatch._batch.one_by_one import OneByOne
 from jedbatch._control_flow.continuous import GENERATION, Joining
 from jedbatch._control_flow.workspace import Workspace
@@ -35,7 +36,7 @@ def never(token):
 
 def served(fn, params, instances, room, seed=None):
     """Lets instances join at random, or as soon as they may; (results, order, those left)."""
-    one_by_one = OneByOne("test", jedbatch.batch(fn), (params,))
+    one_by_one = OneByOne("test", core_of(jedbatch.batch(fn)), (params,))
     coming = iter([Joining(i, (x,)) for i, x in enumerate(instances)])
     rng = np.random.default_rng(seed)
     results, order, left = {}, [], []
@@ -84,7 +85,7 @@ def test_they_begin_anew_after_a_while():
     """No more join than there should be, and nothing is compiled the second time."""
     given = [1 + i % 3 for i in range(4 * 2 * GENERATION)]
     batched = jedbatch.batch(steps)
-    one_by_one = OneByOne("test", batched, (W,))
+    one_by_one = OneByOne("test", core_of(batched), (W,))
     counts = []
     for _ in range(2):
         coming, joined = iter(Joining(i, (n,)) for i, n in enumerate(given)), []

@@ -218,7 +218,7 @@ def test_executables_of_earlier_versions(exported):
 def test_options_that_are_gone(exported, tmp_path):
     exported.save(tmp_path / "model")
     for call, who in (
-        (lambda: TOTAL.export(P, TREES, compiled=True), "export"),
+        (lambda: TOTAL.export(P, TREES, compiled=True), "Batched.export"),
         (lambda: Exported.load(tmp_path / "model", compiled=True), "Exported.load"),
         (lambda: Exported.deserialize(exported.serialize(), compiled=True), "Exported.deserialize"),
     ):

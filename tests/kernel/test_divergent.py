@@ -283,13 +283,15 @@ def test_loops_in_cells_compile_once_and_rows_of_arrays_are_mapped():
         given = list((3 * rng.normal(size=(count, 4))).astype(np.float32))
         compiled = batched.compilations
         ours = batched(EXPERTS, given)
-        one = jax.jit(batched._fn)
+        one = jax.jit(batched._core.fn)
         theirs = jnp.stack([one(EXPERTS, x) for x in given])
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     assert batched.compilations == compiled
     rows = jnp.stack(list(map(jnp.asarray, given)))
     np.testing.assert_allclose(batched(EXPERTS, rows), ours, rtol=1e-5, atol=1e-6)
-    assert "mapped" in batched._sessions[next(iter(batched._sessions))].programs.compilations
+    assert (
+        "mapped" in batched._core.sessions[next(iter(batched._core.sessions))].programs.compilations
+    )
     with pytest.raises(ValueError, match=r"`batch` got control_flow='both'; expected"):
         jedbatch.batch(of_experts, control_flow="both")
 
@@ -300,7 +302,9 @@ def test_rows_of_arrays_are_differentiated_through_branches():
     index = jnp.asarray(rng.integers(0, 3, 300), jnp.int32)
     x = jnp.asarray(rng.normal(size=(300, 32)), jnp.float32)
     assert batched(weights, index, x).shape == (300, 32)
-    assert "mapped" in batched._sessions[next(iter(batched._sessions))].programs.compilations
+    assert (
+        "mapped" in batched._core.sessions[next(iter(batched._core.sessions))].programs.compilations
+    )
 
     def by_vmap(params):
         return jnp.square(jax.vmap(expert, (None, 0, 0))(params, index, x)).sum()

@@ -26,7 +26,7 @@ def all_handed_on(monkeypatch):
 
 def pools(batched):
     """The arenas that wait for the next call."""
-    (session,) = batched._sessions.values()
+    (session,) = batched._core.sessions.values()
     return [
         arenas
         for e in session.programs._executors.values()
@@ -110,7 +110,7 @@ def test_packed_weights_are_kept_as_long_as_the_arrays_are_the_same():
     numbers = [1, 3, 2]
 
     def packed():
-        (session,) = batched._sessions.values()
+        (session,) = batched._core.sessions.values()
         (executor,) = session.programs._executors.values()
         return executor._packed
 

@@ -30,7 +30,7 @@ def arrays(*lengths, seed=0):
 
 def apart(batched):
     """Why a batched function tells arrays apart by their shapes, if it does."""
-    (session,) = batched._sessions.values()
+    (session,) = batched._core.sessions.values()
     return session.records.lengths.shown
 
 
@@ -636,7 +636,7 @@ def test_errors_of_users_say_nothing_of_lengths(words):
     batched = jedbatch.batch(fn)
     for _ in range(2):
         batched(WEIGHT, given((3, 5), (4, 6), (7, 2)))
-        (session,) = batched._sessions.values()
+        (session,) = batched._core.sessions.values()
         lengths, version = session.records.lengths, session.registry.assumptions.version
         before = lengths.bound, lengths.least, version("lengths")
         with pytest.raises(ValueError, match=words):

@@ -504,7 +504,7 @@ def test_errors_of_the_function_are_its_own():
     batched = jedbatch.batch(fn, out_axes=None)
     with pytest.raises(TypeError, match="dot_general"):
         batched(weights(), [x for x, *_ in made(SHORT)])
-    assert next(iter(batched._sessions.values())).records.lengths.off is None
+    assert next(iter(batched._core.sessions.values())).records.lengths.off is None
 
 
 # --- how much is computed -------------------------------------------------------------------------

@@ -176,7 +176,7 @@ def test_classes_of_instances_are_looked_at(native, monkeypatch):
     def same():
         instances = [(Kind(n), Fields(n)) for n in range(3)]
         agrees(batched, fn, instances)
-        return batched._environment.look().number
+        return batched._core.environment.look().number
 
     changes = [
         lambda: setattr(Kind, "by", 3.0),

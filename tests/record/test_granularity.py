@@ -438,7 +438,10 @@ def test_twins_have_the_same_granularity():
     fn, params, trees = raw_tree()
     batched = jedbatch.batch(fn, granularity="auto")
     nodes = len(batched.plan(params, trees).graph.node_type)
-    assert len(batched._twin().plan(params, trees).graph.node_type) == nodes
+    twin = batched._core.twin()
+    session, _ = twin.session((params,))
+    plan = twin.plan(session, [(x,) for x in trees], gradient=True)
+    assert len(plan.graph.node_type) == nodes
 
 
 def test_what_a_stretch_reads_first_against_one_node_after_the_other():

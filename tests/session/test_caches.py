@@ -10,8 +10,7 @@ import pytest
 from cases.helpers import assert_close
 
 import jedbatch
-from jedbatch._batch import batched as _batch
-from jedbatch._session import program_cache
+from jedbatch._session import core, program_cache
 from jedbatch._session import session as _session
 from jedbatch._support.caches import Memory
 
@@ -34,7 +33,7 @@ def chain(n):
 
 
 def session_of(batched):
-    (session,) = batched._sessions.values()
+    (session,) = batched._core.sessions.values()
     return session
 
 
@@ -159,13 +158,13 @@ def test_programs(monkeypatch):
 
 
 def test_structures_of_shared_arguments(monkeypatch):
-    monkeypatch.setattr(_batch, "MAX_SESSIONS", 2)
+    monkeypatch.setattr(core, "MAX_SESSIONS", 2)
     batched = jedbatch.batch(lambda p, x: p["w"] * x)
     params = [{"w": jnp.ones(3), **{f"unused {i}": 0.0 for i in range(k)}} for k in range(4)]
     plans = [batched.plan(p, [2.0]) for p in params]
     batched.plan(params[2], [1.0])
     batched.plan(params[0], [1.0])
-    assert len(batched._sessions) == 2
+    assert len(batched._core.sessions) == 2
     for p, plan in zip(params, plans, strict=True):
         assert_close(batched.apply(p, plan), 2 * jnp.ones((1, 3)), 1e-6)
     with pytest.raises(ValueError, match="make a new one"):
@@ -184,7 +183,7 @@ def test_clear():
     plan, policy, before = batched.plan(P, trees), batched.policy, batched.compilations
     session = weakref.ref(session_of(batched))
     batched.clear()
-    assert len(batched._sessions) == 0
+    assert len(batched._core.sessions) == 0
     assert batched.compilations == before
     assert batched.policy is policy
     assert_close(batched.apply(P, plan), jnp.stack([fn(P, t) for t in trees]), 1e-6)

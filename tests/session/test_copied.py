@@ -38,8 +38,8 @@ def test_copies_are_functions_of_their_own(way, is_used):
     copied = WAYS[way](batched)
     assert copied.compilations == 0
     assert (copied.policy, copied.lane_policy) == (batched.policy, batched.lane_policy)
-    assert (copied.in_axes, copied._name) == (batched.in_axes, batched._name)
-    expected = loop(batched._fn, W, XS)
+    assert (copied.in_axes, copied._core.name) == (batched.in_axes, batched._core.name)
+    expected = loop(batched._core.fn, W, XS)
     before = batched.compilations
     assert_close(jnp.stack(copied(W, XS)), expected, 1e-6)
     assert copied.compilations > 0

@@ -212,9 +212,9 @@ def test_instances_have_one_structure_if_their_graphs_do(monkeypatch, native):
     monkeypatch.setenv("JEDBATCH_NATIVE", native)
     instances, params, score, _ = mixture("treelstm", 4, size=30, shapes=12)
     batched = jedbatch.batch(score)
-    session = batched._session((params,))[0]
-    records = [batched._record(session, [(x,)])[0][0] for x in instances[:10]]
-    records += batched._record(session, [(x,) for x in instances])[0]
+    session = batched._core.session((params,))[0]
+    records = [batched._core.record(session, [(x,)]).records[0] for x in instances[:10]]
+    records += batched._core.record(session, [(x,) for x in instances]).records
     found = Structures(100, Budget()).of(records, len(records))
     for a, own in zip(records, found, strict=True):
         for b, other in zip(records, found, strict=True):
@@ -235,14 +235,14 @@ def test_instances_recorded_together_are_compared_with_the_first_like_each(monke
     instances, params, score, _ = mixture("treelstm", 5, size=20, shapes=3)
     rng = np.random.default_rng(5)
     batched = jedbatch.batch(score)
-    session = batched._session((params,))[0]
+    session = batched._core.session((params,))[0]
     compared = []
     monkeypatch.setattr(
         structures, "compute_the_same", lambda *two: compared.append(two) or compute_the_same(*two)
     )
     own = Structures(100, Budget())
     for _ in range(2):
-        records = batched._record(session, [(renumbered(x, rng),) for x in instances])[0]
+        records = batched._core.record(session, [(renumbered(x, rng),) for x in instances]).records
         found = own.of(records, len(records))
         forms = [r.form for r in records]
         firsts = [forms.index(form) for form in forms]
@@ -258,7 +258,7 @@ def test_instances_with_results_of_other_structures_have_another_one(monkeypatch
     double = jedbatch.cell(lambda x: x + x)
     batched = jedbatch.batch(lambda x: {x[0]: double(x[1])}, in_axes=0, out_axes=None)
     instances = [(name, float(n)) for n, name in enumerate("ababbaab")]
-    records = batched._record(batched._session(())[0], [(x,) for x in instances])[0]
+    records = batched._core.record(batched._core.session(())[0], [(x,) for x in instances]).records
     found = Structures(100, Budget()).of(records, len(records))
     for (name, _), own in zip(instances, found, strict=True):
         for (other_name, _), other in zip(instances, found, strict=True):

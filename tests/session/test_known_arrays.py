@@ -278,7 +278,7 @@ def test_of_minibatches_numbers_are_kept_and_no_arrays():
     batched = jedbatch.batch(lambda w, pair: pair[0].sum() * pair[1])
     for _ in range(3):
         batched(W, [(np.ones((400, 500), np.float32), 2.0) for _ in range(6)])
-    (session,) = batched._sessions.values()
+    (session,) = batched._core.sessions.values()
     assert session.arranged.bytes < 200_000 < 6 * 400 * 500 * 4
 
 
@@ -287,5 +287,5 @@ def test_known_instances_have_a_bound():
     for k in range(4):
         minibatch = [(vector(), float(8 * (k % 2) + i)) for i in range(6)]
         check_call(batched, scaled, minibatch)
-    (session,) = batched._sessions.values()
+    (session,) = batched._core.sessions.values()
     assert len(session.records.with_arrays._records) <= 4

@@ -106,7 +106,7 @@ def comparable(results):
 
 def is_mapped(batched):
     """Whether the last call ran by one program, each node for all rows at once."""
-    (session,) = batched._sessions.values()
+    (session,) = batched._core.sessions.values()
     rounds = batched.last_rounds
     once = len(rounds) == 1 and rounds[0].nodes == ROWS * rounds[0].batches
     return once and session.programs.compilations["mapped"] > 0

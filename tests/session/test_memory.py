@@ -108,7 +108,7 @@ def minibatches(fn, count, size=4):
 
 
 def session_of(batched):
-    (session,) = batched._sessions.values()
+    (session,) = batched._core.sessions.values()
     return session
 
 

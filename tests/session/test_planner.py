@@ -414,7 +414,7 @@ def test_kernels_have_one_identity_exactly_if_they_compute_the_same():
     def identities(fn):
         batched = jedbatch.batch(fn)
         plan = batched.plan(PARAMS, [1.0])
-        session, _ = batched._session((PARAMS,))
+        session, _ = batched._core.session((PARAMS,))
         return [identity_of(k, session.registry) for k in plan.host.placed.kernels]
 
     array = np.arange(4, dtype=np.float32)

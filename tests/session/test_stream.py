@@ -60,7 +60,7 @@ def test_a_stream_shares_what_is_kept():
     for _ in range(2):
         assert_close(list(batched.stream(W, given, batch_size=6)), list(expected), 1e-6)
         assert_close(batched(W, given), expected, 1e-6)
-    assert len(next(iter(batched._sessions.values())).records.by_key) == len(set(given))
+    assert len(next(iter(batched._core.sessions.values())).records.by_key) == len(set(given))
 
 
 def test_functions_that_decide_on_values():

@@ -12,8 +12,8 @@ from cases import programs
 from cases.helpers import assert_close, loop
 
 import jedbatch
-from jedbatch._batch import batched as _batch
 from jedbatch._record import cell as _cell
+from jedbatch._session import core
 
 
 def test_threads_share_a_batched_function():
@@ -39,12 +39,12 @@ def test_the_first_plans_of_two_threads(monkeypatch):
     """Both have nothing yet; what one of them makes is kept, and the plan of either can run."""
     both = threading.Barrier(2)
 
-    class Slow(_batch.Session):
+    class Slow(core.Session):
         def __init__(self, *args, **options):
             both.wait(timeout=60)
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(_batch, "Session", Slow)
+    monkeypatch.setattr(core, "Session", Slow)
     batched = jedbatch.batch(jedbatch.cell(lambda p, x: p * x))
     params, plans = jnp.ones(2), []
     threads = [
