@@ -9,7 +9,7 @@ results are made of.
 import functools
 import operator
 import time
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -189,7 +189,8 @@ def make_plan(
     arranged, clock = arrange(minibatch, graph, returned, flags, brought, batches)
     lasts = brought is None and not minibatch.tracers
     if lasts and not (some_are_ragged(records) and any(map(returns_ragged, records))):
-        session.arranged[minibatch_key(minibatch, flags)] = arranged
+        key, _ = minibatch_key(minibatch, flags)
+        session.arranged[key] = arranged
     seconds = minibatch.seconds
     return with_inputs(minibatch, arranged, clock, seconds, keeps=flags.keeps, calls=calls)
 
@@ -201,10 +202,9 @@ def plan_again(minibatch: Minibatch, flags: Flags) -> Plan | None:
     were. All but the values of their inputs, and the lengths of arrays, is as it was then.
     """
     session, records = minibatch.session, minibatch.records
-    by_form = are_by_form(records)
+    key, by_form = minibatch_key(minibatch, flags)
     if minibatch.tracers or (minibatch.num_known < len(records) and not by_form):
         return None
-    key = minibatch_key(minibatch, flags)
     arranged = session.arranged.use(key)
     if arranged is None or not session.programs.use_again(
         arranged.lowered.signature, arranged.lowered.placed
@@ -225,30 +225,20 @@ def plan_again(minibatch: Minibatch, flags: Flags) -> Plan | None:
     return with_inputs(minibatch, arranged, clock, seconds, keeps=flags.keeps, calls=calls)
 
 
-def minibatch_key(minibatch: Minibatch, flags: Flags) -> Hashable:
-    """Returns what decides how instances are planned together."""
+def minibatch_key(minibatch: Minibatch, flags: Flags) -> tuple[Hashable, bool]:
+    """(what decides how instances are planned together, whether others of their forms are so, too).
+
+    They are if these are few: to compare forms takes time in proportion to the nodes, and among
+    many instances one will differ.
+    """
     records, policy = minibatch.records, minibatch.policy
-    parts: Iterable[Hashable] = records
-    if are_few(records):
+    parts: Sequence[Hashable] = records
+    if len(records) <= FEW_INSTANCES and all(type(r) is Record for r in records):
         parts = [r.form for r in records]
     elif some_are_ragged(records):
         short_form = minibatch.session.structures.short_form
         parts = [short_form(r) if type(r) is RaggedRecord else r for r in records]
-    return (*parts, Same(policy), version_of(policy), *flags)
-
-
-def are_by_form(records: Sequence[Record]) -> bool:
-    """Returns whether what is kept of these instances may be of others of their forms."""
-    return are_few(records) or some_are_ragged(records)
-
-
-def are_few(records: Sequence[Record]) -> bool:
-    """Returns whether instances are planned together as others with graphs of the same form were.
-
-    To compare forms takes time in proportion to the nodes, and among many instances one will
-    differ.
-    """
-    return len(records) <= FEW_INSTANCES and all(type(r) is Record for r in records)
+    return (*parts, Same(policy), version_of(policy), *flags), parts is not records
 
 
 def with_inputs(

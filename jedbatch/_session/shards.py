@@ -58,7 +58,6 @@ from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import (
     STAGES,
     Arranged,
-    are_by_form,
     minibatch_key,
     permit_derivative,
     programs_of,
@@ -405,12 +404,11 @@ def plan_shards(
     session, records = minibatch.session, minibatch.records
     session.note_types()
     programs, reuse = session.programs, session.options.reuse
-
-    def key() -> Any:
-        return minibatch_key(minibatch, Flags(gradient, gradient)), devices.size
-
-    found = session.arranged.use(key()) if minibatch.num_known == len(records) else None
-    if found is not None and are_by_form(records):
+    flags = Flags(gradient, gradient)
+    key, by_form = minibatch_key(minibatch, flags)
+    is_known = minibatch.num_known == len(records)
+    found = session.arranged.use((key, devices.size)) if is_known else None
+    if found is not None and by_form:
         found = found.again(records)
     took = [[0.0] * (1 + len(STAGES))] * devices.size
     if found is None or not all(
@@ -418,7 +416,8 @@ def plan_shards(
     ):
         cut = place_shards(minibatch, form_of, devices.size, keeps=gradient, reuse=reuse)
         found, took = arrange_shards(minibatch, cut, form_of, devices, gradient=gradient)
-        session.arranged[key()] = found  # the policy may have learned
+        key, _ = minibatch_key(minibatch, flags)  # the policy may have learned
+        session.arranged[key, devices.size] = found
     return filled(minibatch, found, took, devices, gradient=gradient)
 
 
