@@ -43,9 +43,11 @@ class Given(Tracer):
 
     @property
     def aval(self) -> Any:  # type: ignore[override]
+        """The type."""
         return self.kind
 
     def full_lower(self) -> "Given":
+        """The value itself."""
         return self
 
 
@@ -63,6 +65,7 @@ class Nothing(Trace):
         self.place = 0
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
+        """What the operation gave in the first run."""
         if self.place == len(self.given):
             self.given.append(self._results(primitive, tracers, params))
         self.place += 1
@@ -75,6 +78,7 @@ class Nothing(Trace):
         return jax.tree.map(self.value, out)
 
     def value(self, x: Any) -> Given:
+        """A value like an array."""
         return Given(self, jax.core.ShapedArray(x.shape, x.dtype))
 
     def run(self, fn: Callable, *args: Any) -> int:

@@ -158,7 +158,7 @@ class Made(NamedTuple):
 
 def made_of(fn: object) -> Made | None:
     """Returns what a function is made of; None if it, or one that it holds, has attributes."""
-    key: list[Hashable] = []
+    key: list[Any] = []
     objects: list[Any] = []
     functions: list[types.FunctionType] = []
     places: dict[int, int] = {}
@@ -175,9 +175,9 @@ def made_of(fn: object) -> Made | None:
             key.append(Same(x))
             objects.append(x)
             continue
-        key += type(x), len(parts)
+        key += [type(x), len(parts)]
         if type(x) is types.FunctionType:
-            key += x.__code__, id(x.__globals__), x.__defaults__ is None
+            key += [x.__code__, id(x.__globals__), x.__defaults__ is None]
             key.append(tuple(x.__kwdefaults__ or ()))
             functions.append(x)
         elif isinstance(x, functools.partial):
