@@ -2,7 +2,7 @@
 
 The programs of `benchmarks.programs`, as a new user would write them, against what an expert would
 write by hand for the whole minibatch, compiled by `jax.jit` and padded to the same shapes for all
-minibatches. What the expert's side takes to prepare its arrays is not counted.
+minibatches. What the expert's side takes to prepare its arrays is counted end to end alone.
 
 types           node types of a minibatch, the most of all.
 first value     seconds from a new batched function to the value of a minibatch, and by hand from a
@@ -14,6 +14,8 @@ late            programs that XLA compiled for 20 unseen minibatches after three
 plan            milliseconds to plan an unseen minibatch, with gradient where there is one.
 value, gradient milliseconds on the device, with a plan made before; `× by hand` how many times as
                 long the expert's side takes, with quartiles. Both run in turns.
+end to end ×    values of unseen minibatches from instances to results: how many times as long the
+                expert's side takes to prepare its arrays and run, as a call that plans and runs.
 
 Before anything is timed, values and gradients by hand are compared with the loop over single
 instances, and those of both sides with each other. `warned` are the warnings of jedbatch. Programs
@@ -116,14 +118,29 @@ def late(
     return Late(max(types), calls, steps, 1e3 * float(np.median(plans)))
 
 
+def end_to_end(
+    batched: jedbatch.Batched, by_hand: Callable, params: Any, minibatches: list[Any], arrays: Any
+) -> tuple[float, float]:
+    """Median seconds of a call of unseen instances, and of prepared arrays, in turns."""
+    ours, theirs = [], []
+    for instances, prepared in zip(minibatches, arrays, strict=True):
+        ours.append(common.seconds(lambda: batched(params, instances)))  # noqa: B023
+        theirs.append(common.seconds(lambda: by_hand(params, prepared)))  # noqa: B023
+    return float(np.median(ours)), float(np.median(theirs))
+
+
 def measure(name: str, program: programs.Program, options: Any) -> list[Any]:
     """Returns the row of a program."""
     rng, tiny, slopes = np.random.default_rng(options.seed), options.quick, program.differentiable
     check_by_hand(program, rng)
     size = options.batch or (4 if tiny else program.batch)
     params = program.parameters(jax.random.key(0), tiny)
-    minibatches = [program.instances(rng, size, tiny) for _ in range(WARM + options.unseen)]
-    arrays = program.prepare(minibatches)
+    unseen = WARM + options.unseen
+    every = [program.instances(rng, size, tiny) for _ in range(unseen + options.unseen)]
+    start = time.perf_counter()
+    all_arrays = program.prepare(every)
+    preparing = (time.perf_counter() - start) / len(every)
+    minibatches, arrays = every[:unseen], all_arrays[:unseen]
     modes = [lambda fn: fn, common.with_gradient] if slopes else [lambda fn: fn]
     new = [jedbatch.batch(program.model) for _ in modes]
     by_hand = [jax.jit(mode(program.by_hand)) for mode in modes]
@@ -144,6 +161,7 @@ def measure(name: str, program: programs.Program, options: Any) -> list[Any]:
         assert_close(ours(params, plan), theirs(params, there), "jedbatch")
         turns = [lambda: ours(params, plan), lambda: theirs(params, there)]  # noqa: B023
         times.append(common.interleaved(turns, options.seconds))
+    call, run = end_to_end(batched, by_hand[0], params, every[unseen:], all_arrays[unseen:])
     missing = [] if slopes else ["–"]
     return [
         name,
@@ -158,6 +176,7 @@ def measure(name: str, program: programs.Program, options: Any) -> list[Any]:
         *missing,
         *[t.ratio(1) for t in times],
         *missing,
+        f"{(preparing + run) / call:.2f}",
     ]
 
 
@@ -187,6 +206,7 @@ def main() -> None:
         "gradient ms",
         "value × by hand",
         "gradient × by hand",
+        "end to end ×",
         "warned",
     )
     for name in options.only or programs.MODULES:
