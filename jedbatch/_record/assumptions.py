@@ -27,7 +27,7 @@ from jedbatch._support.caches import Budget, Memory, each
 
 # Sets of numbers of an operation, or repetitions on shared values, that are constants.
 MAX_CONSTANT_NUMBERS = 4
-VARIANTS_BYTES = 1 << 10  # of the variants of one thing, about
+VARIANTS_BYTES = 1 << 8  # of the variants of one thing, about
 
 
 class Assumptions:
