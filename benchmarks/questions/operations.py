@@ -65,7 +65,7 @@ class Nothing(Trace):
         self.place = 0
 
     def process_primitive(self, primitive: Any, tracers: Any, params: Any, /) -> Any:
-        """What the operation gave in the first run."""
+        """Returns the results of the operation in the first run."""
         if self.place == len(self.given):
             self.given.append(self._results(primitive, tracers, params))
         self.place += 1

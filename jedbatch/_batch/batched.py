@@ -78,7 +78,7 @@ class Batched(Generic[*Given, Result]):
 
     @property
     def last_rounds(self) -> Rounds:
-        """What the last call ran, a tuple of rounds to look at or print.
+        """The rounds that the last call ran, a tuple to look at or print.
 
         That is one, or, where the function decides on values (`if`, `while`, `int()` on arrays),
         one for each time that instances waited for values, and the last.
