@@ -35,7 +35,7 @@ from jedbatch._layout.layout import Layout, layout
 from jedbatch._lazy.scope import Lazy, lazy
 from jedbatch._learn.candidates import learn
 from jedbatch._record.cell import cell
-from jedbatch._record.evaluate import evaluate
+from jedbatch._record.run.evaluate import evaluate
 from jedbatch._schedule.policy import schedule
 from jedbatch._schedule.schedule import Schedule, lower_bound
 

@@ -12,7 +12,7 @@ import pytest
 
 import jedbatch
 from jedbatch import ragged
-from jedbatch._record.trace import trace
+from jedbatch._record.run.trace import trace
 from jedbatch._support import frames
 
 PACKAGE = Path(jedbatch.__file__).parent
@@ -193,12 +193,12 @@ def test_marks_of_frames():
 
 READ_FRAMES = {
     "_jaxpr/symbolic_dims.py",  # who asks for a length, and the user's line
-    "_record/failures.py",  # what the user wrote there
+    "_record/operations/failures.py",  # what the user wrote there
     "_support/frames.py",  # the depth of a recursion
-    "_record/deep.py",
-    "_record/escapes.py",  # what keeps a traced value
-    "_record/asking.py",  # whether code that a cell calls asks what a number is
-    "_record/granularity/call_sites.py",  # where operations are performed
+    "_record/run/recursion.py",
+    "_record/identity/escapes.py",  # what keeps a traced value
+    "_record/identity/concretization.py",  # whether code that a cell calls asks what a number is
+    "_record/passes/call_sites.py",  # where operations are performed
     "_lazy/scope.py",  # where a scope is opened
 }
 OF_FRAMES = {"_getframe", "currentframe", "f_back", "f_code", "f_globals", "f_locals", "tb_frame"}

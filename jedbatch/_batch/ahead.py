@@ -21,7 +21,7 @@ from jedbatch._batch.planner import Planner
 from jedbatch._batch.processes import Pool, in_processes
 from jedbatch._batch.resuming import Plans
 from jedbatch._program.plan import Plan
-from jedbatch._record.thread_settings import ThreadSettings
+from jedbatch._record.run.thread_settings import ThreadSettings
 from jedbatch._session.core import Core
 
 MAX_AHEAD, MAX_WORKERS = 1024, 256

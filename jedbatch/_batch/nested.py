@@ -6,8 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jedbatch._record.instance_arrays import array_type, replace_arrays
-from jedbatch._record.recorder import result_leaf
+from jedbatch._record.instances.arrays import array_type, replace_arrays
+from jedbatch._record.run.recorder import result_leaf
 from jedbatch._session.arguments import Arguments
 from jedbatch._session.outputs import check_stack
 from jedbatch._session.recording import arrays_of

@@ -25,8 +25,8 @@ from jedbatch._jaxpr.configuration import CONFIGURATION
 from jedbatch._learn.adaptive import Adaptive, FixedPolicy
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.plan import Plan
-from jedbatch._record.instance_arrays import array_type
-from jedbatch._record.thread_settings import SETTINGS
+from jedbatch._record.instances.arrays import array_type
+from jedbatch._record.run.thread_settings import SETTINGS
 from jedbatch._session.core import Core
 from jedbatch._session.degenerate import warn_once
 from jedbatch._session.portable import (

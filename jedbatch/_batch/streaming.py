@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jedbatch import checks
 from jedbatch._batch.ahead import END, MAX_AHEAD, in_thread, in_turn
 from jedbatch._batch.one_by_one import OneByOne, Settled, settled
-from jedbatch._record.thread_settings import ThreadSettings
+from jedbatch._record.run.thread_settings import ThreadSettings
 from jedbatch._session.core import Core
 from jedbatch._support.types import PyTree
 

@@ -17,7 +17,7 @@ from jedbatch._batch.on_devices import AxisNames, checked_devices, reserve_on_de
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._program.plan import Plan
 from jedbatch._ragged.calls import find_calls, find_slices
-from jedbatch._record.instance_arrays import array_type
+from jedbatch._record.instances.arrays import array_type
 from jedbatch._session.core import Core
 from jedbatch._session.minibatch import graph_of
 from jedbatch._session.pipeline import reserve_programs

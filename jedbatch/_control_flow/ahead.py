@@ -64,7 +64,7 @@ from jedbatch._program.round_template import (
     RoundTemplate,
     TemplateInputs,
 )
-from jedbatch._record.trace import host_rows
+from jedbatch._record.run.trace import host_rows
 
 if TYPE_CHECKING:
     from jaxtyping import Int64

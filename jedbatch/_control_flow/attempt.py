@@ -29,11 +29,11 @@ from jedbatch._layout.layout import Layout
 from jedbatch._program.host_arrays import rows_apart, rows_of_inputs
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._record.cell import pause, recording
-from jedbatch._record.failures import lost_gradient
-from jedbatch._record.instance_arrays import flatten
-from jedbatch._record.recorder import Recorder
-from jedbatch._record.symbols import Shared, Symbol, Value
-from jedbatch._record.trace import cut_inputs, trace_of_caller
+from jedbatch._record.instances.arrays import flatten
+from jedbatch._record.operations.failures import lost_gradient
+from jedbatch._record.operations.symbols import Shared, Symbol, Value
+from jedbatch._record.run.recorder import Recorder
+from jedbatch._record.run.trace import cut_inputs, trace_of_caller
 from jedbatch._session.indices import fewest_rows
 from jedbatch._session.round import Round
 from jedbatch._support.guards import GuardFailed

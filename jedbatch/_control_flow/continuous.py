@@ -35,8 +35,8 @@ from jedbatch._jaxpr.storage import from_stored
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._program.host_arrays import rows_apart
 from jedbatch._record.cell import pause
-from jedbatch._record.environment import Reached
-from jedbatch._record.trace import begin_recording, ending, trace_of_caller
+from jedbatch._record.identity.environment import Reached
+from jedbatch._record.run.trace import begin_recording, ending, trace_of_caller
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.recording import keyed
 from jedbatch._session.session import Session

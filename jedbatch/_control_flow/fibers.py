@@ -22,7 +22,7 @@ from typing import Any
 
 from jax.extend.core import take_current_trace
 
-from jedbatch._record.failures import place_of
+from jedbatch._record.operations.failures import place_of
 from jedbatch._support.frames import depth
 from jedbatch._support.types import Array
 

@@ -15,8 +15,8 @@ from jedbatch._graph.paths import int64_of
 from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.zeros import Sources, followed
 from jedbatch._record.cell import pause
-from jedbatch._record.recorder import Recorder
-from jedbatch._record.symbols import Shared, Symbol, Value
+from jedbatch._record.operations.symbols import Shared, Symbol, Value
+from jedbatch._record.run.recorder import Recorder
 
 
 class Moving:

@@ -17,7 +17,7 @@ import numpy as np
 
 from jedbatch._control_flow.steps import INPUTS, NODES, REFERENCES, VALUES
 from jedbatch._graph.paths import int64_of, ranges
-from jedbatch._record.recorder import Recorder
+from jedbatch._record.run.recorder import Recorder
 from jedbatch._support.native import core
 
 OLD = np.iinfo(np.int64).min  # in place of a reference to an earlier round

@@ -16,9 +16,9 @@ from jedbatch._graph.paths import distinct, int64_of, pointers, ranges
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._program.capacity import round_up
 from jedbatch._program.round_template import NOT_RUN, RoundTemplate
-from jedbatch._record.fast_path import lists_of_ints
-from jedbatch._record.recorder import Recorder
-from jedbatch._record.trace import host_rows
+from jedbatch._record.calls.fast_path import lists_of_ints
+from jedbatch._record.run.recorder import Recorder
+from jedbatch._record.run.trace import host_rows
 from jedbatch._support.types import Array
 
 References = Mapping[Kind, Sequence[int]]  # by arena: values, and inputs as `-1 - i`

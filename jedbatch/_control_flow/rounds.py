@@ -39,9 +39,9 @@ from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._program.host_arrays import results_from, rows_on_host
 from jedbatch._program.lower import lower
 from jedbatch._program.returned import Pieces, joined, rows_wanted, split_outputs
-from jedbatch._record.deep import deeply
-from jedbatch._record.environment import AccessPath, Reached
-from jedbatch._record.trace import begin_recording, ending, trace_of_caller
+from jedbatch._record.identity.environment import AccessPath, Reached
+from jedbatch._record.run.recursion import deeply
+from jedbatch._record.run.trace import begin_recording, ending, trace_of_caller
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import refuse_derivative

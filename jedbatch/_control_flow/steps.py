@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jedbatch._record.recorder import Recorder
+from jedbatch._record.run.recorder import Recorder
 from jedbatch._support.native import core
 
 if TYPE_CHECKING:

@@ -46,8 +46,8 @@ from jedbatch._program.round_template import RoundTemplate
 from jedbatch._program.signature import Signature
 from jedbatch._program.stopped import check, has_bounds
 from jedbatch._program.verify import is_wanted
-from jedbatch._record.recorder import Recorder
-from jedbatch._record.trace import cut_inputs, host_rows
+from jedbatch._record.run.recorder import Recorder
+from jedbatch._record.run.trace import cut_inputs, host_rows
 from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.indices import check_look_ups

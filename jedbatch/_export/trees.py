@@ -16,7 +16,7 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._export.encoding import dtype_named
-from jedbatch._record.instance_arrays import array_type, is_array
+from jedbatch._record.instances.arrays import array_type, is_array
 from jedbatch._support.types import Leaf, PyTree
 
 LEAF = "leaf"

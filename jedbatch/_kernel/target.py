@@ -119,7 +119,7 @@ class Target:
         to be one program, without loops over instructions, where all instances do the same (see
         `_ragged.regions`); 0 if none may.
       projection_bytes: of the weights of a product of inputs that is worth a node of its own (see
-        `_record.granularity.projections`); 0 if none is.
+        `_record.passes.projections`); 0 if none is.
       summed_last: whether products of matrices of a lane sum over the last axes of their first
         factors (see `_kernel.factors`).
       called_work: multiplications of a product of the rows of a chunk and a matrix up to which the

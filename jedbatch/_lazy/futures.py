@@ -28,7 +28,7 @@ from jedbatch._jaxpr.storage import from_stored
 from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.returned import ROWS_PER_BLOCK, some_rows
 from jedbatch._record.cell import recording
-from jedbatch._record.symbols import RecorderLike, Shared, Symbol, Value, by_value
+from jedbatch._record.operations.symbols import RecorderLike, Shared, Symbol, Value, by_value
 from jedbatch._support.types import Array, Dtype
 from jedbatch.errors import EscapedValueError
 

@@ -31,16 +31,16 @@ from jedbatch._jaxpr.identity import tree_key
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import is_key, stored_kind
 from jedbatch._lazy.futures import Awaited, Future, Outcome, Returned, SharedFuture
+from jedbatch._record.calls.fast_path import Description
 from jedbatch._record.cell import Cell, pause, recording
-from jedbatch._record.fast_path import Description
-from jedbatch._record.instance_arrays import array_type, is_array
-from jedbatch._record.lifting import Lifted
-from jedbatch._record.operators import StaticSlice
-from jedbatch._record.recorder import Recorder
-from jedbatch._record.registry import Registry
-from jedbatch._record.symbols import Shared, Symbol, Value
-from jedbatch._record.trace import finish
-from jedbatch._record.watched import Watched, holders_in
+from jedbatch._record.identity.mutation import Watched, holders_in
+from jedbatch._record.identity.number_operands import Lifted
+from jedbatch._record.instances.arrays import array_type, is_array
+from jedbatch._record.operations.operators import StaticSlice
+from jedbatch._record.operations.symbols import Shared, Symbol, Value
+from jedbatch._record.run.recorder import Recorder
+from jedbatch._record.run.trace import finish
+from jedbatch._record.types.registry import Registry
 from jedbatch._session.round import Round
 from jedbatch._support.types import Leaf
 from jedbatch.errors import RecompilationWarning, SymbolicValueError

@@ -45,7 +45,7 @@ from jedbatch._lazy.recorder import LazyRecorder, Scope
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._record.cell import recording
-from jedbatch._record.trace import ending, trace_of_caller
+from jedbatch._record.run.trace import ending, trace_of_caller
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.minibatch import Flags, Minibatch
 from jedbatch._session.options import ONE_EXECUTOR, Options

@@ -23,7 +23,7 @@ from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
 from jedbatch._ragged.joined_nodes import run_members, with_joined_nodes
 from jedbatch._ragged.padded_loops import loops_to_lengths
 from jedbatch._ragged.regions import Call, RaggedRecord, Regions, Subgraph
-from jedbatch._record.keys import numbered
+from jedbatch._record.identity.primitives import numbered
 from jedbatch._support.types import AxisSize
 
 

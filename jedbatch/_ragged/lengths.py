@@ -39,8 +39,8 @@ from jedbatch._jaxpr.symbolic_dims import (
 from jedbatch._program.stopped import shown_instances
 from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.length_families import ArrayType, LengthFamily, Pair, SymbolicTypes
-from jedbatch._record.assumptions import Assumptions
-from jedbatch._record.instance_arrays import array_type
+from jedbatch._record.identity.assumptions import Assumptions
+from jedbatch._record.instances.arrays import array_type
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 

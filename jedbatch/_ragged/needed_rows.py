@@ -16,7 +16,7 @@ from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._ragged.axis_rules import SCATTERS, mixed_axes
 from jedbatch._ragged.indexing import find_indexing
-from jedbatch._record.instance_arrays import array_type
+from jedbatch._record.instances.arrays import array_type
 from jedbatch._support.types import Array, AxisSize
 
 EXTREMES = {

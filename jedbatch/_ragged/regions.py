@@ -38,8 +38,8 @@ from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.padded_loops import find_limit, may_not_end
 from jedbatch._ragged.phases import INSIDE, find_phases
 from jedbatch._ragged.tile_types import RaggedNodeType, TileTypes
-from jedbatch._record.keys import NumberedKeys, numbered
-from jedbatch._record.registry import Registry
+from jedbatch._record.identity.primitives import NumberedKeys, numbered
+from jedbatch._record.types.registry import Registry
 from jedbatch._support.types import AxisSize
 
 
@@ -266,7 +266,7 @@ class Regions:
         """Takes note of the parts of a graph that nothing is left of, since the rest joins them.
 
         Once it may be another one than before: the ends of instances are merged from some time on
-        (see `_record.granularity.readout`).
+        (see `_record.passes.readout`).
         """
         key = tuple([subgraph.key for subgraph in subgraphs])
         if self._whole not in (key, None):

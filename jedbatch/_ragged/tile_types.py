@@ -20,7 +20,7 @@ from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.joined_tiles import JoinedProgram, RowAxis, find_joined
 from jedbatch._ragged.tile_reductions import TileRows
 from jedbatch._ragged.tile_steps import Combination, StepProgram, TileStep, find_steps
-from jedbatch._record.registry import Registry
+from jedbatch._record.types.registry import Registry
 from jedbatch._support.types import AxisSize
 
 MAX_PROGRAMS = 4  # of ragged values that a type of nodes is part of, before it has tiles

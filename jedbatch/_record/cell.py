@@ -16,7 +16,7 @@ from jax.extend.core import set_current_trace
 
 from jedbatch import checks
 from jedbatch._jaxpr.identity import typed
-from jedbatch._record.instance_arrays import flatten, is_array
+from jedbatch._record.instances.arrays import flatten, is_array
 from jedbatch._support.native import core
 from jedbatch._support.types import PyTree
 

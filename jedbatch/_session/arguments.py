@@ -18,9 +18,9 @@ from jedbatch import checks
 from jedbatch._jaxpr.identity import Same, node_key, tree_key
 from jedbatch._kernel.target import Target, target_of
 from jedbatch._program.executors import is_lasting
-from jedbatch._record.environment import Environment
-from jedbatch._record.instance_arrays import ArrayType, array_type, flatten, is_array
-from jedbatch._record.registry import NUMBER_TYPES
+from jedbatch._record.identity.environment import Environment
+from jedbatch._record.instances.arrays import ArrayType, array_type, flatten, is_array
+from jedbatch._record.types.registry import NUMBER_TYPES
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 

@@ -24,8 +24,8 @@ from jedbatch._program.output_spec import Slice, TileRun
 from jedbatch._program.plan import Plan
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import find_calls, find_slices
-from jedbatch._record.environment import Environment
-from jedbatch._record.inlining import without_jit
+from jedbatch._record.identity.environment import Environment
+from jedbatch._record.operations.inlining import without_jit
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.arguments import Arguments, TypesOfLeaves
 from jedbatch._session.copies import find_batches, plan_copies

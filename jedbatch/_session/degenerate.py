@@ -10,7 +10,7 @@ from jedbatch._graph.types import NodeType
 from jedbatch._jaxpr.symbolic_dims import is_ragged, user_level
 from jedbatch._ragged.calls import RegionCalls
 from jedbatch._ragged.lengths import Lengths
-from jedbatch._record.registry import Registry
+from jedbatch._record.types.registry import Registry
 from jedbatch._support.types import Array
 from jedbatch.errors import (
     GroupedByShapesWarning,

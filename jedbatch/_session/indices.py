@@ -20,7 +20,7 @@ from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._program.lower import Placement
 from jedbatch._program.plan import input_name
-from jedbatch._record.registry import Registry
+from jedbatch._record.types.registry import Registry
 
 SAME_VALUE_OPERATIONS = ("broadcast_in_dim", "reshape", "squeeze", "copy")
 # What a variable is: ("raw", k), ("negative", k), ("from the end", k, n) or ("index", k, n).

@@ -2,7 +2,7 @@
 
 A function in plain `jax.numpy` is recorded operation by operation, and may take twice as long to
 run as one with cells. Where nobody has chosen a granularity, its first minibatches are therefore
-recorded once more, in the way of `granularity="auto"` (see `_record.granularity.fuse`), as soon as
+recorded once more, in the way of `granularity="auto"` (see `_record.passes.fuse`), as soon as
 there is enough to see, and the two graphs are compared before a program is made. Operations are
 merged from then on if that makes nodes, batches and types fewer by a stated part; if not, or if the
 function calls cells, nothing changes. It is decided once.
@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import operation_of
-from jedbatch._record.granularity.call_sites import Unit
-from jedbatch._record.granularity.fuse import Blocks
-from jedbatch._record.registry import Registry
+from jedbatch._record.passes.call_sites import Unit
+from jedbatch._record.passes.fuse import Blocks
+from jedbatch._record.types.registry import Registry
 from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.policy import schedule
 from jedbatch._session.degenerate import warn_once

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
-from jedbatch._record.environment import Reached
+from jedbatch._record.identity.environment import Reached
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.session import Session
 from jedbatch._support.types import Array

@@ -11,7 +11,7 @@ from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._kernel.target import Target
 from jedbatch._layout.node_order import checked_order
-from jedbatch._record.granularity.fuse import GRANULARITIES
+from jedbatch._record.passes.fuse import GRANULARITIES
 from jedbatch._support.types import ControlFlowName
 
 ONE_EXECUTOR = (

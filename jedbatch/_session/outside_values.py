@@ -6,8 +6,8 @@ from typing import Any
 import jax
 from jax.core import ShapedArray, Tracer
 
-from jedbatch._record.environment import AccessPath, Environment
-from jedbatch._record.registry import Registry
+from jedbatch._record.identity.environment import AccessPath, Environment
+from jedbatch._record.types.registry import Registry
 from jedbatch._support.types import Leaf
 
 

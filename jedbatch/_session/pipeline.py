@@ -52,7 +52,7 @@ from jedbatch._ragged.calls import (
 )
 from jedbatch._ragged.regions import RaggedRecord, Region, some_are_ragged
 from jedbatch._ragged.tiled_records import counter_of_tiles
-from jedbatch._record.instance_arrays import is_array
+from jedbatch._record.instances.arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.degenerate import warn_if_degenerate, warn_if_programs_grow

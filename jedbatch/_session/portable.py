@@ -26,9 +26,9 @@ from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Plan
 from jedbatch._program.signature import Signature
-from jedbatch._record.environment import AccessPath
-from jedbatch._record.granularity.projections import Projections
-from jedbatch._record.registry import Registry
+from jedbatch._record.identity.environment import AccessPath
+from jedbatch._record.passes.projections import Projections
+from jedbatch._record.types.registry import Registry
 from jedbatch._session.program_cache import ProgramCache
 
 

@@ -55,8 +55,8 @@ from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Region
 from jedbatch._ragged.row_capacities import calls_fit, make_row_capacity
 from jedbatch._ragged.shared_values import run_gated
-from jedbatch._record.environment import AccessPath, Environment
-from jedbatch._record.registry import Registry
+from jedbatch._record.identity.environment import AccessPath, Environment
+from jedbatch._record.types.registry import Registry
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.outside_values import OutsideValues
 from jedbatch._session.types_in_use import TypesInUse

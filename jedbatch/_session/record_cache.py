@@ -11,13 +11,13 @@ from jedbatch._kernel.target import Target
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.regions import RaggedRecord, Regions
 from jedbatch._ragged.tiled_records import Expansion
-from jedbatch._record.environment import NOWHERE, Reached
-from jedbatch._record.floats import Floats
-from jedbatch._record.granularity.fuse import GRANULARITIES, Blocks
-from jedbatch._record.granularity.lists import StackedLists
-from jedbatch._record.granularity.readout import Readouts
-from jedbatch._record.instance_key import keys_with_arrays
-from jedbatch._record.registry import MAX_READ_STATES, Registry
+from jedbatch._record.identity.environment import NOWHERE, Reached
+from jedbatch._record.instances.key import keys_with_arrays
+from jedbatch._record.operations.floats import Floats
+from jedbatch._record.passes.fuse import GRANULARITIES, Blocks
+from jedbatch._record.passes.lists import StackedLists
+from jedbatch._record.passes.readout import Readouts
+from jedbatch._record.types.registry import MAX_READ_STATES, Registry
 from jedbatch._session.merging import Merging
 from jedbatch._session.options import Options
 from jedbatch._support.caches import Budget, Memory

@@ -29,19 +29,19 @@ from jedbatch._ragged.cutting import cut_graphs
 from jedbatch._ragged.lengths import RaggedTypes, without_lengths
 from jedbatch._ragged.regions import RaggedRecord
 from jedbatch._ragged.tiled_records import on_tiles
-from jedbatch._record.asking import Asked, noting_whether_it_asks
-from jedbatch._record.environment import Reached
-from jedbatch._record.floats import Floating, without_floats
-from jedbatch._record.grouping import Grouping
-from jedbatch._record.instance_arrays import array_type
-from jedbatch._record.instance_key import (
+from jedbatch._record.identity.concretization import Asked, noting_whether_it_asks
+from jedbatch._record.identity.environment import Reached
+from jedbatch._record.instances.arrays import array_type
+from jedbatch._record.instances.key import (
     ClassesMet,
     instance_key,
     keys_with_arrays,
     plain_keys,
     written_key,
 )
-from jedbatch._record.trace import trace
+from jedbatch._record.operations.floats import Floating, without_floats
+from jedbatch._record.run.grouping import Grouping
+from jedbatch._record.run.trace import trace
 from jedbatch._session.degenerate import warn_if_slowly_recorded, warn_if_some_are_apart
 from jedbatch._session.merging import warn_if_costly
 from jedbatch._session.record_cache import RecordCache

@@ -16,10 +16,10 @@ from jedbatch._jaxpr.lane_policies import LanePolicy, least_loss
 from jedbatch._jaxpr.lane_steps import LaneForms
 from jedbatch._jaxpr.zeros import Sources
 from jedbatch._kernel.target import Target
-from jedbatch._record.environment import Environment
-from jedbatch._record.granularity.projections import Projections
-from jedbatch._record.registry import Registry
-from jedbatch._record.symbols import Symbol
+from jedbatch._record.identity.environment import Environment
+from jedbatch._record.operations.symbols import Symbol
+from jedbatch._record.passes.projections import Projections
+from jedbatch._record.types.registry import Registry
 from jedbatch._session.arguments import StackedInstances
 from jedbatch._session.degenerate import (
     is_run,

@@ -11,7 +11,7 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.types import ValueType
-from jedbatch._record.instance_arrays import array_type, is_array
+from jedbatch._record.instances.arrays import array_type, is_array
 from jedbatch._support.files import replacing
 from jedbatch._support.types import Leaf
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from jedbatch._batch.one_by_one import OneByOne, Settled, settled
 from jedbatch._control_flow.continuous import Joining, Left
-from jedbatch._record.thread_settings import ThreadSettings
+from jedbatch._record.run.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
 from jedbatch.serve.errors import ServerClosed
 from jedbatch.serve.requests import Request, RequestQueue

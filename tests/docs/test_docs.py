@@ -94,7 +94,8 @@ def test_packages_of_the_readme_hold_what_it_says():
     for name, _, noun, files in rows:
         folder = package / name.strip("`")
         for file in re.findall("`(.*?)`", files):
-            assert (folder / f"{file}.py").exists(), (name, file)
+            path = folder.joinpath(*file.split(".")).with_suffix(".py")
+            assert path.exists(), (name, file)
         text = "\n".join(path.read_text() for path in folder.rglob("*.py"))
         assert re.search(rf"^class {noun.strip('`')}\b", text, re.MULTILINE), (name, noun)
 

@@ -11,7 +11,7 @@ import pytest
 import jedbatch
 from jedbatch._jaxpr.numbers import number_in
 from jedbatch._jaxpr.same_programs import is_same_with
-from jedbatch._record.keys import Keys
+from jedbatch._record.identity.primitives import Keys
 
 pytestmark = pytest.mark.unoptimized
 

@@ -14,7 +14,7 @@ from cases.helpers import assert_close, check, compilations, mostly_slow
 import jedbatch
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
-from jedbatch._record.keys import Keys
+from jedbatch._record.identity.primitives import Keys
 from jedbatch._support import native
 from jedbatch.testing import check_plan
 

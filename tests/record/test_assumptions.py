@@ -1,6 +1,6 @@
 """Assumptions: what is constant until more than a few variants of it were met."""
 
-from jedbatch._record.assumptions import VARIANTS_BYTES, Assumptions
+from jedbatch._record.identity.assumptions import VARIANTS_BYTES, Assumptions
 from jedbatch._support.caches import Budget
 
 

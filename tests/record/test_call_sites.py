@@ -5,8 +5,8 @@ import types
 
 import pytest
 
-from jedbatch._record.assumptions import Assumptions
-from jedbatch._record.granularity import call_sites
+from jedbatch._record.identity.assumptions import Assumptions
+from jedbatch._record.passes import call_sites
 from jedbatch._support.frames import RECORDS_CALLS
 
 OUTER = {"__name__": "jedbatch._outermost", RECORDS_CALLS: True}

@@ -20,9 +20,9 @@ import numpy as np
 import pytest
 
 import jedbatch
-from jedbatch._record import recorder, trace
 from jedbatch._record.cell import recording
-from jedbatch._record.recorder import Recorder
+from jedbatch._record.run import recorder, trace
+from jedbatch._record.run.recorder import Recorder
 from jedbatch._support import native
 
 pytestmark = pytest.mark.unoptimized

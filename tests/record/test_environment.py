@@ -12,9 +12,9 @@ import pytest
 from cases.helpers import assert_close
 
 import jedbatch
-from jedbatch._record import environment as _environment
-from jedbatch._record import readers
-from jedbatch._record.environment import Environment
+from jedbatch._record.identity import accessors as readers
+from jedbatch._record.identity import environment as _environment
+from jedbatch._record.identity.environment import Environment
 
 pytestmark = pytest.mark.unoptimized
 

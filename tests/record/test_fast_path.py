@@ -14,9 +14,9 @@ import pytest
 from flax import nnx
 
 import jedbatch
-from jedbatch._record import operators
-from jedbatch._record.recorder import Recorder
-from jedbatch._record.registry import Registry
+from jedbatch._record.operations import operators
+from jedbatch._record.run.recorder import Recorder
+from jedbatch._record.types.registry import Registry
 from jedbatch._support import native
 
 

@@ -17,9 +17,9 @@ from flax import linen, nnx
 
 import jedbatch
 from jedbatch._graph.paths import pointers
-from jedbatch._record.granularity import call_sites
-from jedbatch._record.granularity.known import _first_keys
-from jedbatch._record.granularity.node_arrays import NodeArrays
+from jedbatch._record.passes import call_sites
+from jedbatch._record.passes.known import _first_keys
+from jedbatch._record.passes.node_arrays import NodeArrays
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 

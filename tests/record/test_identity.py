@@ -14,7 +14,7 @@ from cases.helpers import assert_close, check, loop, mostly_slow
 from jax import lax
 
 import jedbatch
-from jedbatch._record.instance_key import instance_key
+from jedbatch._record.instances.key import instance_key
 
 pytestmark = pytest.mark.unoptimized
 

@@ -19,10 +19,10 @@ from cases.helpers import check, loop
 import jedbatch
 from jedbatch._jaxpr.identity import tree_key, typed
 from jedbatch._jaxpr.interpret import one_by_one
-from jedbatch._record.closures import function_identity
-from jedbatch._record.instance_arrays import replace_arrays
-from jedbatch._record.instance_key import instance_key
-from jedbatch._record.keys import Keys
+from jedbatch._record.identity.functions import function_identity
+from jedbatch._record.identity.primitives import Keys
+from jedbatch._record.instances.arrays import replace_arrays
+from jedbatch._record.instances.key import instance_key
 
 pytestmark = pytest.mark.unoptimized
 

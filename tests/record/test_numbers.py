@@ -14,7 +14,7 @@ from cases.helpers import check, mostly_slow
 
 import jedbatch
 from jedbatch._jaxpr.numbers import numbers_of, with_numbers
-from jedbatch._record.registry import Registry
+from jedbatch._record.types.registry import Registry
 
 pytestmark = pytest.mark.unoptimized
 

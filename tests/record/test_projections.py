@@ -15,7 +15,7 @@ import jedbatch
 from jedbatch import Graph, Target
 from jedbatch._jaxpr import early_part as early_parts
 from jedbatch._jaxpr.early_part import early_part
-from jedbatch._record.granularity.projections import late_operands
+from jedbatch._record.passes.projections import late_operands
 from jedbatch.testing import assert_close
 
 close = functools.partial(assert_close, rtol=1e-5)

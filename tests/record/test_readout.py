@@ -7,7 +7,7 @@ import pytest
 from cases.helpers import check, random_tree
 
 import jedbatch
-from jedbatch._record.granularity import readout
+from jedbatch._record.passes import readout
 
 pytestmark = pytest.mark.unoptimized
 

@@ -10,7 +10,7 @@ from cases.helpers import assert_close, mostly_slow
 from jax import lax
 
 import jedbatch
-from jedbatch._record.custom_rules import CustomFunctions
+from jedbatch._record.types.custom_rules import CustomFunctions
 from jedbatch.errors import EscapedValueError, RecompilationWarning
 
 pytestmark = pytest.mark.unoptimized

@@ -16,7 +16,7 @@ from jedbatch._support.restored import Collector, Restored
 
 PACKAGE = Path(jedbatch.__file__).parent
 # What is changed and has to be put back, and what gives out numbers.
-FILES = {"_record/registry.py", "_support/restored.py", "_record/trace.py"}
+FILES = {"_record/types/registry.py", "_support/restored.py", "_record/run/trace.py"}
 
 SAMPLE = 8  # points of a program
 P = {"w": jnp.ones(2)}

@@ -9,7 +9,7 @@ import pytest
 
 import jedbatch
 from jedbatch._jaxpr.configuration import CONFIGURATION
-from jedbatch._record.thread_settings import SETTINGS
+from jedbatch._record.run.thread_settings import SETTINGS
 from tests.cases.helpers import assert_close
 
 # All options of `jax.config`, of all versions, by what they do. A new one belongs in here, and in

@@ -15,7 +15,7 @@ import pytest
 import jedbatch
 from jedbatch._kernel.target import TARGETS
 from jedbatch._layout.node_order import ORDERS
-from jedbatch._record.granularity.fuse import GRANULARITIES
+from jedbatch._record.passes.fuse import GRANULARITIES
 from jedbatch._schedule.encodings import ENCODINGS
 
 

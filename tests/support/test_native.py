@@ -16,14 +16,14 @@ from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.paths import int64_of, longest_chains, longest_paths, ranges
 from jedbatch._graph.types import ValueType
 from jedbatch._layout.node_order import ORDERS
-from jedbatch._record.instance_key import (
+from jedbatch._record.instances.key import (
     _is_plain_tree,
     immutable,
     instance_key,
     keys_with_arrays,
     plain_keys,
 )
-from jedbatch._record.trace import host_rows
+from jedbatch._record.run.trace import host_rows
 from jedbatch._schedule.encodings import ENCODINGS, encode
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.fsm import FSM

@@ -12,8 +12,8 @@ import pytest
 from cases.compiled_core import both, compiled
 
 import jedbatch
-from jedbatch._record import instance_key as keys
-from jedbatch._record.instance_key import instance_key
+from jedbatch._record.instances import key as keys
+from jedbatch._record.instances.key import instance_key
 from jedbatch.testing import assert_close
 
 

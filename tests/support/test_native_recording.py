@@ -15,7 +15,7 @@ from cases.compiled_core import assert_equal, both, columns, compiled
 
 import jedbatch
 import jedbatch._record.cell as cell_module
-from jedbatch._record.recorder import Recorder
+from jedbatch._record.run.recorder import Recorder
 from jedbatch._support import native
 
 W = jnp.ones((3, 3))

@@ -15,7 +15,7 @@ from jedbatch._graph.paths import pointers
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._layout.allocator import _scan_through_time, live_bound
 from jedbatch._layout.live_ranges import find_live_ranges
-from jedbatch._record.granularity.projections import (
+from jedbatch._record.passes.projections import (
     TwoTypes,
     _codes_of_operands,
     _with_cuts,

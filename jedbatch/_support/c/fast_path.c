@@ -1,4 +1,4 @@
-/* Recording calls of cells: the twin of `_record/fast_path.py`, which says what is done and why.
+/* Recording calls of cells: the twin of `_record/calls/fast_path.py`, which says what is done and why.
  *
  * A call is looked at once: every argument gives words (what describes it) and references. The words
  * of a call that was met before in this recording lead to its call spec at once (see `memo.h`), those
@@ -56,7 +56,7 @@ typedef struct {
 
 #define FEW_ARGUMENTS 16 /* of a call, which need no memory */
 
-/* What a part of a description is, as in `_record/fast_path.py`: the word of a TOKEN, which is a
+/* What a part of a description is, as in `_record/calls/fast_path.py`: the word of a TOKEN, which is a
  * reference by an object, of STRING, KEYWORD and IDENTITY is the address of an object. */
 enum {
     REFERENCE, STRING, LIST, TUPLE, DICT, NODE, SHARED, IDENTITY, KEYWORD, INT, BOOL, FLOAT,

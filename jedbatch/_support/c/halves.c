@@ -1,5 +1,5 @@
 /* Nodes cut in two: the twin of `late_operands` and `_with_cuts` in
- * `_record/granularity/projections.py`, which say what is computed. */
+ * `_record/passes/projections.py`, which say what is computed. */
 
 #include <stdlib.h>
 

@@ -1,5 +1,5 @@
 /* Plain trees and their keys: the twins of `_is_plain_tree`, `plain_keys` and `keys_with_arrays` in
- * `_record/instance_key.py`, and of what `instance_key` does with other instances.
+ * `_record/instances/key.py`, and of what `instance_key` does with other instances.
  *
  * No Python code runs while a plain tree is looked at and nothing is let go, so its parts stay.
  */

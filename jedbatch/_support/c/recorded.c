@@ -1,4 +1,4 @@
-/* Recorded calls as nodes: the twin of parts of `_record/trace.py`, which say what is computed. */
+/* Recorded calls as nodes: the twin of parts of `_record/run/trace.py`, which say what is computed. */
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,4 +1,4 @@
-/* Whether containers hold what they held before: the twin of `_record/watched.py`. */
+/* Whether containers hold what they held before: the twin of `_record/identity/mutation.py`. */
 
 #include "watched.h"
 

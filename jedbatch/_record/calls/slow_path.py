@@ -1,0 +1,335 @@
+"""Recording calls of cells the first time, and those without a short description.
+
+The arguments of a call are flattened. Arrays and numbers are operands, whether they are symbolic or
+not, and so are symbolic values that the function holds, and numbers that differ from call to call
+(see `closures`, `lifting`). Everything else is part of the type.
+"""
+
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax.core import Tracer
+from jax.extend.core import take_current_trace
+from jax.tree_util import PyTreeDef
+
+from jedbatch import checks
+from jedbatch._graph.operations import CallSpec
+from jedbatch._graph.types import operation_of
+from jedbatch._jaxpr.identity import tree_key, typed_or_same
+from jedbatch._jaxpr.same_programs import is_same_with
+from jedbatch._jaxpr.symbolic_dims import as_number
+from jedbatch._record.calls.fast_path import FUNCTION_TYPES, NotDescribedError, identity_without
+from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_options
+from jedbatch._record.identity.arithmetic import Operands, Unforeseen, read_by_jax, reading_numbers
+from jedbatch._record.identity.concretization import Asked, noting_whether_it_asks
+from jedbatch._record.identity.function_leaves import (
+    held_values,
+    holds_traced,
+    objects_by_identity,
+    with_held_values,
+)
+from jedbatch._record.identity.functions import function_identity
+from jedbatch._record.identity.number_operands import Lifted
+from jedbatch._record.identity.primitives import Keys
+from jedbatch._record.instances.arrays import flatten, is_array
+from jedbatch._record.instances.key import is_constant
+from jedbatch._record.operations.failures import note_call
+from jedbatch._record.operations.symbols import RecorderLike, Shared, Symbol, Value
+from jedbatch._record.types.registry import NUMBER_TYPES
+from jedbatch._record.types.shared_operands import VALUE
+from jedbatch._support.types import Leaf, PyTree
+from jedbatch.errors import SymbolicValueError
+
+
+def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> PyTree:
+    """Records a call of a cell: any pytrees of anything."""
+    registry, num_nodes = recorder.registry, len(recorder.call_specs)
+    lifting = registry.lifting
+    while True:
+        skeleton, lifted = registry.numbers_held(cell.fn, recorder.computed)
+        try:
+            recorded = recorder.cell_call_spec(cell, args, static, lifted)
+        except Unforeseen:
+            continue  # with more operands
+        except Exception:
+            if lifted is None:
+                raise
+        else:
+            if (
+                lifted is None
+                or recorded is None
+                or _reads_no_number(recorder, cell, args, static, lifted, recorded[0])
+            ):
+                break
+            call = recorded[0].node_type
+            if lifting.asks(call) and lifting.sets_apart(call, lifted):
+                recorded = recorder.cell_call_spec(cell, args, static)
+                break
+        lifting.fix(skeleton)  # Python reads a number
+    if recorded is None:  # inside another transformation: not ours to record
+        return cell.fn(*args, **static)
+    call_spec, references = recorded
+    try:
+        if lifted is not None:
+            raise NotDescribedError  # numbers that are operands, as they are meant to be
+        if len(recorder.call_specs) > num_nodes:
+            raise NotDescribedError  # a weight is a value here, which no user can help
+        if call_spec.node_type in registry.unseen:
+            raise NotDescribedError("reads arrays that no argument shows; pass them")
+        registry.remember(recorder.description(cell, args, static), call_spec)
+    except NotDescribedError as error:
+        registry.slow_calls[cell.name, str(error)] += 1
+    recorder.references += references
+    return recorder.record(call_spec)
+
+
+def _reads_no_number(
+    recorder: RecorderLike,
+    cell: Cell,
+    args: tuple,
+    static: dict,
+    lifted: Lifted,
+    call_spec: CallSpec,
+) -> bool:
+    """Returns whether a cell computes the same whether some numbers are operands or constants.
+
+    It does not where Python asks what the numbers are, as `isinstance` does, or functions of JAX
+    do. Whether that matters depends on the sign and the magnitude of a number most often, so calls
+    are compared for each of them; and for each number where code asks for types.
+    """
+    registry, numbers = recorder.registry, lifted.operands
+    objects = objects_by_identity(cell.fn)
+    if not registry.lifting.is_new(call_spec.node_type, lifted, objects):
+        return not registry.lifting.is_apart(call_spec.node_type, lifted)
+
+    found = _prepared(recorder, cell, args, static, None)
+    assert found is not None
+    program = operation_of(registry.node_types[call_spec.node_type]).jaxpr
+    parts = found.call, found.shared, found.kinds
+    constant, tree, _ = registry.trace(cell.name, *parts, alone=False)
+    with pause(), jax.ensure_compile_time_eval():
+        same = tree == (call_spec.tree or jax.tree.structure(0))
+        same = same and is_same_with(numbers, program, constant, Keys().written)
+    if same:
+        registry.lifting.note_compared(call_spec.node_type, lifted, objects)
+    return same
+
+
+class PreparedCall(NamedTuple):
+    """A call of a cell, before it is traced.
+
+    Attributes:
+      key: equal for calls that compute the same.
+      call: computes it, of shared values and operands.
+      shared: ids of the shared values.
+      operands: the operands.
+      identity: what the function is known by.
+      options: the keyword arguments, as part of the key.
+      slots: the kind of each leaf of the arguments.
+      holds_operands: whether operands are among what the function holds.
+      asked: whether Python asked what numbers are that are operands, each time it was traced.
+    """
+
+    key: tuple
+    call: Callable
+    shared: tuple[int, ...]
+    operands: list[Value]
+    identity: Hashable
+    options: Hashable
+    slots: list[Hashable]
+    holds_operands: bool
+    asked: list[Asked]
+
+    @property
+    def kinds(self) -> tuple[int, ...]:
+        """Value type ids of the operands."""
+        return tuple([v.type for v in self.operands])
+
+
+def _prepared(
+    recorder: RecorderLike,
+    cell: Cell,
+    args: tuple,
+    static: dict,
+    lifted: Lifted | None,
+) -> PreparedCall | None:
+    """Returns a call of a cell; None if it is not ours to record. For arguments see below."""
+    fn = cell.fn
+    named = {name: value for name, value in static.items() if holds_array(name, value)}
+    static = {name: value for name, value in static.items() if name not in named}
+    options = static_options(cell, static)
+    captured = {k: x for k, x in enumerate(held_values(fn)) if isinstance(x, Tracer)}
+    places = [*captured, *(lifted.held if lifted else ())]
+    operands_of_python = [recorder.number(x) for x in lifted.operands] if lifted else []
+    from_closure = [*captured.values(), *operands_of_python]
+    leaves, tree = flatten((args, from_closure, named), f"an argument of cell `{cell.name}`")
+    leaves = [as_number(leaf) for leaf in leaves]
+    if _is_foreign(recorder, leaves):
+        return None
+    identity = identity_without(recorder, fn, places)
+    if lifted:
+        identity = identity, lifted.arithmetic.key
+    if recorder.grouping is None:
+        _make_values(recorder, (identity, options, tree_key(tree)), leaves, tree)
+    slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
+    asked: list[Asked] = []
+
+    def call(shared_values, operand_values):
+        sources = {"shared": iter(shared_values), "value": iter(operand_values)}
+        constants = iter(fixed)
+        filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
+        args, values, arrays = jax.tree.unflatten(tree, filled)
+        watched: Any = contextlib.nullcontext()
+        objects = objects_by_identity(fn)
+        if lifted or any(map(holds_traced, objects)):
+            watched = noting_whether_it_asks(asked, bool(objects))
+        held = dict(zip(captured, values, strict=False))
+        with reading_numbers() if lifted else contextlib.nullcontext() as trace:
+            operands = None
+            if lifted:
+                operands = Operands(lifted.arithmetic, values[len(captured) :])
+                held |= {k: operands.held(trace, k, x) for k, x in lifted.held.items()}
+            try:
+                with watched:
+                    results = with_held_values(fn, held)(*args, **static, **arrays)
+            except Exception as error:
+                note_call(error, cell.name, fn, args, static | arrays)
+                raise
+            if operands is None:
+                return results
+            results = jax.tree.map(read_by_jax, results)
+        if operands.missing:
+            operands.arithmetic.note_read(list(operands.missing))
+            raise Unforeseen
+        return results
+
+    key = ("cell", identity, options, tree_key(tree), tuple(slots))
+    holds = bool(places)
+    return PreparedCall(key, call, tuple(shared), operands, identity, options, slots, holds, asked)
+
+
+def cell_call_spec(
+    recorder: RecorderLike,
+    cell: Cell,
+    args: tuple,
+    static: dict,
+    lifted: Lifted | None,
+) -> tuple[CallSpec, list] | None:
+    """(how to record a call of a cell, its references); None if it is not ours to record.
+
+    Args:
+      recorder: the recorder.
+      cell: the cell.
+      args: its positional arguments.
+      static: its keyword arguments.
+      lifted: numbers it holds of which operands are computed.
+    """
+    found = _prepared(recorder, cell, args, static, lifted)
+    if found is None:
+        return None
+    fn, num_types = cell.fn, len(recorder.registry.node_types)
+    try:
+        call_spec = recorder.registry.call_spec(
+            cell.name,
+            found.key,
+            found.call,
+            found.shared,
+            found.kinds,
+            user_code=True,
+            static=spelled(static),
+        )
+    except jax.errors.ConcretizationTypeError as error:
+        error.add_note(
+            "Positional arguments of cells are values, Python numbers too, and so are arrays of "
+            "instances that a cell's function holds. If Python must decide on one, pass it by "
+            "keyword: keyword arguments are static."
+        )
+        raise
+    lifting = recorder.registry.lifting
+    if found.asked:
+        lifting.note_asking(call_spec.node_type, Asked(*map(any, zip(*found.asked, strict=True))))
+    finds = found.holds_operands and lifting.finds(call_spec.node_type)
+    if finds and any(map(holds_traced, objects_by_identity(fn))):
+        raise SymbolicValueError(
+            f"cell `{cell.name}` holds an object with a value of the instance in it, and "
+            "compares objects by which one they are, or looks one up; but it is traced with "
+            "a copy of the object. Pass the value to the cell as an argument."
+        )
+    is_new = call_spec.node_type >= num_types
+    recorder.caching &= call_spec.node_type not in recorder.registry.unseen
+    if hasattr(fn, "__code__") and is_new:
+        recorder.registry.warn_if_many(fn.__code__, found.identity, f"cell `{cell.name}`")
+    calls = found.identity, found.options
+    if recorder.grouping is None:
+        is_operand = [slot == "value" for slot in found.slots]
+        recorder.registry.arities.note(calls, fn, args, is_operand, call_spec.node_type)
+    return call_spec, [v.index for v in found.operands]
+
+
+def _make_values(
+    recorder: RecorderLike, cell: Hashable, leaves: list[Leaf], tree: PyTreeDef
+) -> None:
+    """Makes values of shared arrays that are values in other calls (see `SharedOperands`)."""
+    registry = recorder.registry
+    places, first = [], 0  # of the leaves that are arguments, not parts of one
+    for argument in tree.children()[0].children():
+        is_leaf = argument.num_leaves and jax.tree_util.treedef_is_leaf(argument)
+        if is_leaf and isinstance(leaves[first], Symbol):
+            places.append(first)
+        first += argument.num_leaves
+    arguments = [
+        (x.index if type(x) is Shared else VALUE, x.aval.shape, x.aval.dtype)
+        for x in (leaves[k] for k in places)
+    ]
+    before = registry.assumptions.version("shared")
+    for k in registry.shared_operands.note((cell, tuple(places)), arguments):
+        leaves[places[k]] = recorder.shared_value(leaves[places[k]])
+    if registry.assumptions.version("shared") != before:
+        registry.forget_calls()
+
+
+def _sorted_out(
+    recorder: RecorderLike, cell: Cell, leaves: Sequence[Leaf]
+) -> tuple[list[Hashable], list[Value], list[int], list[Any]]:
+    """Returns the kind of each leaf of the arguments, and the leaves by kind.
+
+    Operands are values, ids of shared values, and constants, which are part of the type.
+    """
+    slots: list[Hashable] = []
+    operands: list[Value] = []
+    shared: list[int] = []
+    fixed: list[Leaf] = []
+    for leaf in leaves:
+        if is_array(leaf) or isinstance(leaf, NUMBER_TYPES):
+            symbol = recorder.symbol(leaf)
+            if isinstance(symbol, Value):
+                slots.append("value")
+                operands.append(symbol)
+            else:
+                slots.append("shared")
+                shared.append(symbol.index)
+            continue
+        if isinstance(leaf, FUNCTION_TYPES):
+            slots.append(("fixed", function_identity(leaf)))
+            fixed.append(leaf)
+            continue
+        if not is_constant(leaf):
+            raise TypeError(
+                f"cell `{cell.name}` got {checks.shown(leaf)} as a "
+                "positional argument; expected arrays, numbers or pytrees of them. Pass it "
+                "by keyword if it is hashable, or close over it; if it is the `self` of a method, "
+                "make its class a pytree, for instance by `jax.tree_util.register_dataclass`."
+            )
+        slots.append(("fixed", typed_or_same(leaf)))
+        fixed.append(leaf)
+    return slots, operands, shared, fixed
+
+
+def _is_foreign(recorder: RecorderLike, leaves: Sequence[Leaf]) -> bool:
+    """True if a leaf belongs to a transformation that is running inside the function."""
+    if not any(isinstance(x, Tracer) and x._trace is not recorder for x in leaves):
+        return False
+    with take_current_trace() as current:
+        return current is not recorder

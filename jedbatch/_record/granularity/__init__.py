@@ -1,1 +1,0 @@
-"""The granularity of nodes: putting operations together."""

@@ -1,0 +1,1 @@
+"""Whether functions, primitives and what they read are the same as before."""

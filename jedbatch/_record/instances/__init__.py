@@ -1,0 +1,1 @@
+"""Instances: their arrays and their keys."""

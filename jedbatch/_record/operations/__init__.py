@@ -1,0 +1,1 @@
+"""Symbols, and what is recorded when JAX or Python computes with them."""

@@ -1,0 +1,1 @@
+"""Passes over recorded nodes: some of them become one, or nodes of their own."""

@@ -1,0 +1,438 @@
+"""Finding cells without marks: operations that always run together become one node.
+
+A model in plain `jax.numpy` is recorded operation by operation, and a node per operation costs
+an order of magnitude more batches than a node per cell. Which operations make a cell can be read
+off what was recorded. Every operation carries a *token*: its call site (see
+`_record.passes.call_sites`) and its kind. Two neighbours in recording order belong to one
+*block* if the first is always followed by the second and the second always preceded by the first,
+in all instances met so far. Whatever happens between two recursive calls, or in one round of a
+loop, is thus one block, up to operations that are not always the same: those of which there is one
+per child, say.
+
+Taken literally, this cuts too often. The first step of a recurrence reads a constant where others
+read a state; the `h` of leaves and of nodes is computed from their `c` by the same lines. So a
+choice among a few ways is no reason to cut as long as a call of a function goes on straight, from
+one line to a later one, on each of them; each way is a block. Where ways join, this is done only
+if a recursion passes through what follows, since it would be one more batch from child to parent;
+what is off the recursion (a score of every node) stays a block of its own, of which all can run
+together in the end. Decisions in a row make many ways; from some number on they are cut after all.
+
+Why this is safe and settles down:
+
+- A stretch of the recording is convex, since operations are recorded after what they read: no
+  path leaves it and comes back. So is each connected part of it, and parts are what becomes a
+  node, so that what runs together depends on each other.
+- What has come after what, and what has been read by what, is only added to, and all instances of
+  a minibatch are taken into account before any of them is cut: their order makes no difference.
+- Node types come from what a block computes, not from where: equal blocks run together, and a
+  block read in a new way makes one new type. The results of a block are those that were read
+  outside of it in any instance so far.
+
+Numbers are inputs of operations (`1 - x` reads a 1), but an operand of a node is read row by row.
+A number that has been the same wherever its token was met is written into the block, until it is
+seen to vary. The same holds for `value[i]`, unless different i follow on the same operation: those
+of a loop have an order, and a label that is looked up has none.
+
+Cells stay whole.
+
+Once a minibatch would have been cut in the same way by the blocks known from before, call sites are
+not taken any more (see `_record.passes.known`), until something new is met.
+
+The granularity of cells is that of TensorFlow Fold and ED-Batch, where the user writes them down;
+the rule that finds them is ours.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.types import operation_of
+from jedbatch._graph.union_find import UnionFind
+from jedbatch._record.passes.call_sites import Sites, Unit
+from jedbatch._record.passes.known import KnownStretches, Parsed, Stretch, relative
+from jedbatch._record.passes.node_arrays import NodeArrays
+from jedbatch._record.passes.tokens import Tokens
+from jedbatch._record.run.recorder import Recorder
+from jedbatch._record.types.registry import CallSpec, Registry
+from jedbatch._support.types import Leaf
+
+MANY_STRETCHES = 10_000  # known, before all are forgotten
+
+
+class Pattern(NamedTuple):
+    """The computation of a block.
+
+    Attributes:
+      types: the node types of its operations.
+      reads: what they read, one after the other: `k >= 0` is value k made inside, `-1 - k` is
+        operand k of the block, and a pair (value type, bytes) is a number written into it.
+    """
+
+    types: tuple[int, ...]
+    reads: tuple[Any, ...]
+
+
+@dataclass(eq=False)
+class Block:
+    """A kind of block: nodes that become one node.
+
+    Attributes:
+      name: of the innermost function that they are performed in.
+      units: functions that would be cells, and how many of the operations each has.
+      pattern: what they compute.
+      operands: value types of what is read from outside.
+      leaving: the values made inside that were read outside in any instance so far, as bits.
+      call_specs: how it is recorded, by what leaves it.
+    """
+
+    name: str
+    units: Counter[Unit | None]
+    pattern: Pattern
+    operands: tuple[int, ...]
+    leaving: int = 0
+    call_specs: dict[int, CallSpec] = field(default_factory=dict)
+
+
+class Part(NamedTuple):
+    """Nodes of a stretch that depend on each other.
+
+    Attributes:
+      nodes: in the order of recording, from the first of the stretch.
+      block: what they become; None for a single node, which stays what it is.
+      operands: what they read, from what the stretch reads; a block reads each once.
+      values: what they make, from the first value of the stretch.
+    """
+
+    nodes: tuple[int, ...]
+    block: Block | None
+    operands: tuple[int, ...]
+    values: tuple[int, ...]
+
+
+class Merged(NamedTuple):
+    """Nodes as a recorder writes them (see `Recorder.written`), what is returned, and the ends."""
+
+    columns: tuple[Any, ...]
+    outputs: list[int]
+    ends: list[tuple[int, ...]]
+
+    def written(self) -> tuple[tuple[Any, ...], list[int], list[tuple[int, ...]]]:
+        """Returns all three."""
+        return self.columns, self.outputs, self.ends
+
+
+class Blocks:
+    """Merges what always runs together: `granularity="auto"`.
+
+    Belongs to one registry and learns from everything that is recorded for it.
+
+    Attributes:
+      picks: `value[i]` is one operation, of which i may be a number.
+    """
+
+    picks = True
+
+    def __init__(self, registry: Registry):
+        self._registry = registry
+        self._sites = Sites(registry.assumptions)
+        self._tokens = Tokens(registry, self._sites)
+        self._blocks: dict[Pattern, Block] = {}
+        self._stretches: dict[tuple, list[Part] | None] = {}
+        self._known = KnownStretches()
+        self._numbers_changed = 0
+        self._needs_sites = True
+
+    @property
+    def here(self) -> Callable[[], tuple[int, bool]] | None:
+        """Returns what gives call sites; None while blocks are found without them."""
+        return self._sites.here if self._needs_sites else None
+
+    def group(
+        self, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
+    ) -> Merged | None:
+        """Returns the recorded nodes as nodes of blocks; None if it takes call sites."""
+        self._sites.release()
+        nodes = NodeArrays.of_recorder(self._registry, recorder, outputs, ends)
+        parsed = self._learn(nodes) if self._needs_sites else self._known.parse(nodes)
+        if parsed is None:
+            self._needs_sites = True
+            return None
+        self._note_leaving(nodes, parsed.starts, parsed.parts)
+        return self._merge(nodes, *parsed)
+
+    def _learn(self, nodes: NodeArrays) -> Parsed:
+        """Cuts nodes by their call sites, and finds out whether these are needed again."""
+        tokens = self._tokens.learn(nodes)
+        changed = self._registry.assumptions.version("same numbers")
+        if changed != self._numbers_changed or len(self._stretches) > MANY_STRETCHES:
+            self._stretches.clear()
+            self._known = KnownStretches()
+            self._numbers_changed = changed
+        starts = self._tokens.cut(tokens, nodes)
+        parts, reads = self._parts(nodes, tokens, starts)
+        if not self._known.is_ambiguous:
+            without = self._known.parse(nodes)
+            self._needs_sites = without is None or without.starts != starts
+        return Parsed(starts, parts, reads)
+
+    def operations(self, graph: Graph) -> Counter[Unit | None]:
+        """Returns how many operations became nodes of a graph, by what would be a cell of them.
+
+        Those that no block is made of are counted under None.
+        """
+        block_of = {
+            call_spec.node_type: block
+            for block in self._blocks.values()
+            for call_spec in block.call_specs.values()
+        }
+        found: Counter[Unit | None] = Counter()
+        for node_type, num_nodes in enumerate(np.bincount(graph.node_type).tolist()):
+            block = block_of.get(node_type)
+            for unit, num_operations in block.units.items() if block else [(None, 1)]:
+                found[unit] += num_nodes * num_operations
+        return found
+
+    # --- finding blocks ---
+
+    def _parts(
+        self, nodes: NodeArrays, tokens: np.ndarray, starts: list[int]
+    ) -> tuple[list[list[Part] | None], list[list[int]]]:
+        """(the parts of each stretch, None for a single node; what each reads from outside)."""
+        operand, ptr, first = nodes.operand.tolist(), nodes.ptr.tolist(), nodes.start.tolist()
+        data, width = tokens.tobytes(), tokens.itemsize
+        parts: list[list[Part] | None] = []
+        outside: list[list[int]] = []
+        for a, b in itertools.pairwise(starts):
+            read = operand[ptr[a] : ptr[b]]
+            external: dict[int, int] = {}
+            reads = relative(read, first[a], external)
+            key = data[a * width : b * width], tuple(reads)
+            if key not in self._stretches:
+                new = self._find_parts(nodes, tokens, a, b, reads) if b - a > 1 else None
+                self._stretches[key] = new
+                self._note_known(nodes, a, b, reads, new)
+            stretch = self._stretches[key]
+            parts.append(stretch)
+            outside.append(read if stretch is None else list(external))
+        return parts, outside
+
+    def _note_known(
+        self, nodes: NodeArrays, begin: int, end: int, reads: list[int], parts: list[Part] | None
+    ) -> None:
+        """Makes a stretch known by what it computes."""
+        ptr = nodes.ptr[begin : end + 1] - nodes.ptr[begin]
+        numbers = []
+        for part in parts or ():
+            written = iter(part.block.pattern.reads if part.block else ())
+            for n in part.nodes if part.block else ():
+                for position in range(int(ptr[n]), int(ptr[n + 1])):
+                    read = next(written)
+                    if not isinstance(read, int):
+                        kind, number = read
+                        numbers.append((position, self._registry.value_types[kind].dtype, number))
+        stretch = Stretch(parts, tuple(numbers))
+        types = nodes.node_type[begin:end].tolist()
+        self._known.add(types, np.diff(ptr).tolist(), reads, stretch)
+
+    def _find_parts(
+        self, nodes: NodeArrays, tokens: np.ndarray, begin: int, end: int, reads: list[int]
+    ) -> list[Part]:
+        """Cuts a stretch into what depends on each other.
+
+        `reads` has what it reads: its own values, and `-1 - 2 * k` or, for an input, `-2 - 2 * k`.
+        """
+        origin, start = int(nodes.ptr[begin]), nodes.start[begin : end + 1] - nodes.start[begin]
+        maker = np.repeat(np.arange(end - begin), np.diff(start)).tolist()
+        operands = [
+            reads[nodes.ptr[n] - origin : nodes.ptr[n + 1] - origin] for n in range(begin, end)
+        ]
+        connected: UnionFind[int] = UnionFind()
+        for n, read in enumerate(operands):
+            for r in read:
+                if r >= 0:
+                    connected.union(n, maker[r])
+        members: dict[int, list[int]] = {}
+        for n in range(end - begin):
+            members.setdefault(connected.find(n), []).append(n)
+        parts = []
+        for part in members.values():
+            values = [v for n in part for v in range(int(start[n]), int(start[n + 1]))]
+            if len(part) == 1:
+                outside = [(-1 - r) // 2 for r in operands[part[0]]]
+                parts.append(Part(tuple(part), None, tuple(outside), tuple(values)))
+                continue
+            slots = {v: k for k, v in enumerate(values)}
+            pattern, read_once, kinds = self._pattern(nodes, tokens, begin, part, operands, slots)
+            block = self._blocks.get(pattern)
+            if block is None:
+                sites = nodes.site[[begin + n for n in part]].tolist()
+                code = self._sites.function(sites)
+                name = "block" if code is None else code.co_name
+                units = Counter(map(self._sites.unit, sites))
+                block = self._blocks[pattern] = Block(name, units, pattern, kinds)
+            parts.append(Part(tuple(part), block, read_once, tuple(values)))
+        return parts
+
+    def _pattern(
+        self, nodes: NodeArrays, tokens: np.ndarray, begin: int, part, operands, slots
+    ) -> tuple[Pattern, tuple[int, ...], tuple[int, ...]]:
+        """(what nodes of a stretch compute, what they read from outside, value types of that)."""
+        types = tuple(nodes.node_type[[begin + n for n in part]].tolist())
+        once: dict[int, int] = {}
+        kinds: list[int] = []
+        written: list[Any] = []
+        for n, node_type in zip(part, types, strict=True):
+            its_kinds = self._registry.kinds_of(self._registry.node_types[node_type].operands)
+            for position, (r, kind) in enumerate(zip(operands[n], its_kinds, strict=True)):
+                if r >= 0:
+                    written.append(slots[r])
+                    continue
+                is_input = r % 2 == 0
+                number = self._tokens.number(int(tokens[begin + n]), position) if is_input else None
+                if number is not None:
+                    written.append((kind, number))
+                    continue
+                outside = (-1 - r) // 2
+                if outside not in once:
+                    kinds.append(kind)
+                written.append(-1 - once.setdefault(outside, len(once)))
+        return Pattern(types, tuple(written)), tuple(once), tuple(kinds)
+
+    def _note_leaving(
+        self, nodes: NodeArrays, starts: list[int], parts: Sequence[list[Part] | None]
+    ) -> None:
+        """Notes which values of blocks instances return, or other parts read."""
+        part_of = np.repeat(np.arange(len(parts)), np.diff(starts))
+        total = len(parts)
+        for k, stretch in enumerate(parts):
+            if stretch is not None and len(stretch) > 1:
+                for part in stretch:
+                    part_of[[starts[k] + n for n in part.nodes]] = total
+                    total += 1
+        outside = np.zeros(len(nodes.maker), bool)
+        outside[[v for v in nodes.outputs if v >= 0]] = True
+        inner = np.flatnonzero(nodes.operand >= 0)
+        values = nodes.operand[inner]
+        apart = part_of[nodes.maker[values]] != part_of[nodes.reader[inner]]
+        outside[values[apart]] = True
+        leaves, first = outside.tobytes(), nodes.start.tolist()
+        seen: set[tuple] = set()
+        for a, b, stretch in zip(starts, starts[1:], parts, strict=False):
+            if stretch is None:
+                continue
+            mark = id(stretch), leaves[first[a] : first[b]]
+            if mark in seen:
+                continue
+            seen.add(mark)
+            for part in stretch:
+                if part.block is not None:
+                    bits = sum([1 << k for k, v in enumerate(part.values) if mark[1][v]])
+                    part.block.leaving |= bits
+
+    # --- merging ---
+
+    def _merge(
+        self,
+        nodes: NodeArrays,
+        starts: list[int],
+        parts: Sequence[list[Part] | None],
+        outside: Sequence[list[int]],
+    ) -> Merged:
+        """Returns the nodes with each block as one node."""
+        place = [0] * len(nodes.maker)
+        recorded, first = nodes.call_spec.tolist(), nodes.start.tolist()
+        call_specs: list[int] = []
+        references: list[int] = []
+        num_values = 0
+        done = {}  # by node: how many nodes and references there are before it
+        for a, b, stretch, read in zip(starts, starts[1:], parts, outside, strict=False):
+            done[a] = len(call_specs), len(references)
+            begin = first[a]
+            if stretch is None:
+                call_specs.append(recorded[a])
+                references += read
+                for v in range(begin, first[b]):
+                    place[v] = num_values
+                    num_values += 1
+                continue
+            for part in stretch:
+                if part.block is None:
+                    call_specs.append(recorded[a + part.nodes[0]])
+                    leaving = (1 << len(part.values)) - 1
+                elif leaving := part.block.leaving:
+                    call_spec = part.block.call_specs.get(leaving)
+                    if call_spec is None:
+                        call_spec = self._call_spec(part.block)
+                    call_specs.append(call_spec.node_type)
+                else:  # it is never read
+                    continue
+                references += [read[k] for k in part.operands]
+                for k, v in enumerate(part.values):
+                    if leaving >> k & 1:
+                        place[begin + v] = num_values
+                        num_values += 1
+        done[starts[-1]] = len(call_specs), len(references)
+        all_ends: list[tuple[int, ...]] = [(*done[n], i, o) for n, i, o in nodes.ends]
+        columns = (
+            call_specs,
+            [place[r] if r >= 0 else r for r in references],
+            nodes.input_group,
+            nodes.input_value,
+        )
+        return Merged(columns, [place[r] if r >= 0 else r for r in nodes.outputs], all_ends)
+
+    def _call_spec(self, block: Block) -> CallSpec:
+        """Returns how to record a block of which some values leave."""
+        pattern, leaving, registry = block.pattern, block.leaving, self._registry
+        types = [registry.node_types[t] for t in pattern.types]
+        shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
+        key = ("block", *pattern, leaving)
+        call = pattern_call(registry, pattern, shared, leaving)
+        call_spec = registry.call_spec(
+            block.name, key, call, shared, block.operands, user_code=False
+        )
+        block.call_specs[leaving] = call_spec
+        return call_spec
+
+
+def pattern_call(
+    registry: Registry, pattern: Pattern, shared: tuple[int, ...], leaving: int
+) -> Callable:
+    """A function of (shared values, operands) that does what a block does."""
+    types = [registry.node_types[t] for t in pattern.types]
+    numbers = {}
+    for read in pattern.reads:
+        if not isinstance(read, int):
+            kind, data = read
+            value_type = registry.value_types[kind]
+            number = np.frombuffer(data, value_type.dtype)[0]
+            numbers[read] = number.item() if value_type.weak else number
+
+    def call(shared_values: Sequence[Leaf], operand_values: Sequence[Leaf]) -> list[Leaf]:
+        of_shared = dict(zip(shared, shared_values, strict=True))
+        values_made: list[Any] = []
+        reads = iter(pattern.reads)
+        for node_type in types:
+            operation = operation_of(node_type)
+            operands_here = [
+                numbers[r] if r in numbers else values_made[r] if r >= 0 else operand_values[~r]
+                for r in itertools.islice(reads, len(node_type.operands))
+            ]
+            values = [*(of_shared[s] for s in node_type.shared), *operands_here]
+            closed = operation.jaxpr
+            values_made += jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
+        return [x for k, x in enumerate(values_made) if leaving >> k & 1]
+
+    return call
+
+
+GRANULARITIES: dict[str, Callable[[Registry], Any]] = {
+    "cell": lambda registry: None,
+    "auto": Blocks,
+}

@@ -1,0 +1,1 @@
+"""Recording the instances of a minibatch."""

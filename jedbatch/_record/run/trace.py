@@ -1,0 +1,436 @@
+"""Recording a minibatch: every instance of it as a graph.
+
+The recorder writes flat lists of what happens, instance after instance. Here they become one
+`Graph` of all instances, in NumPy.
+"""
+
+import contextlib
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import set_current_trace, take_current_trace
+
+from jedbatch._graph.analysis import sorted_by
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputColumns, InputRows
+from jedbatch._graph.paths import int64_of, pointers
+from jedbatch._graph.record import Record
+from jedbatch._graph.types import LENGTH, ValueType
+from jedbatch._jaxpr.storage import is_key
+from jedbatch._record.cell import recording
+from jedbatch._record.instances.arrays import flatten, is_array
+from jedbatch._record.operations.failures import note_instance
+from jedbatch._record.operations.symbols import Value
+from jedbatch._record.run.grouping import Grouping, Merges
+from jedbatch._record.run.recorder import Recorder
+from jedbatch._record.run.recursion import deeply
+from jedbatch._record.types.registry import Registry
+from jedbatch._support.guards import until_guards_hold
+from jedbatch._support.native import core
+from jedbatch._support.restored import Restored, collector
+
+SINGLE = jax.tree.structure(0)  # of a result that is an array
+RECORDS_CALLS = True  # see `_support.frames`
+MAX_RECORDINGS = 8  # of a minibatch, to record all in one way; classes made each time prevent it
+
+
+def trace(
+    fn: Callable,
+    registry: Registry,
+    instances: Sequence[Sequence[Any]],
+    arrays: Sequence[Sequence[Any]],
+    arrange: Callable,
+    grouping: Grouping | None = None,
+    read: Callable | None = None,
+    types: Callable[[int], Any] | None = None,
+    lists: Merges | None = None,
+    finished: Callable[[Graph], Graph] | None = None,
+    numbers: Sequence[int] | None = None,
+) -> tuple[list[Record], list[bool], list[Any]]:
+    """Runs `fn` on symbolic values, once per instance.
+
+    Args:
+      fn: the function of one instance.
+      registry: where types are interned.
+      instances: the mapped arguments of each instance.
+      arrays: the arrays in them, in order.
+      arrange: makes the arguments of `fn` from the shared and the mapped ones.
+      grouping: merges nodes, one of `GRANULARITIES`.
+      read: called with a symbol whose value is needed; by default that is an error.
+      types: called with the number of an instance that is about to be recorded, gives (shape,
+        dtype, weak) of its arrays; None, or given none, if extents are to be known.
+      lists: merges what is done with lists, if there is no grouping.
+      finished: makes the graph that is returned of what was recorded, if there is no grouping.
+      numbers: of the instances in the minibatch, for messages; None if these are all of it.
+
+    Returns:
+      For each instance its record and whether it may be kept for later calls, and the tracers of
+      outer transformations that `fn` closes over.
+    """
+    numbers = range(len(instances)) if numbers is None else numbers
+    record = functools.partial(
+        _record, fn, registry, instances, arrays, arrange, grouping, read, types, numbers
+    )
+
+    looks = itertools.count()
+
+    def assumed() -> int:
+        """The operands and what recurs: where they change, the same is recorded in two ways."""
+        more = () if next(looks) > 2 * MAX_RECORDINGS else ("numbers", "variants")
+        return registry.assumptions.version("shared", "recursion", *more)
+
+    while True:
+        recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
+        if grouping is None:
+            columns = recorder.written
+            merged = None if lists is None else lists.merge(recorder, outputs, ends)
+            if merged is not None:
+                columns, outputs, ends = merged.written()
+            break
+        nodes = grouping.group(recorder, outputs, ends)
+        if nodes is not None:
+            columns, outputs, ends = nodes.written()
+            break
+    try:
+        flat = np.fromiter(itertools.chain.from_iterable(ends), np.int64)
+        graph = finish(registry, columns, outputs, flat.reshape(len(ends), -1).T)
+    except OverflowError as error:
+        raise _overflow(registry, columns, ends, numbers) or error from None
+    if grouping is None and finished is not None:
+        graph = finished(graph)
+    return Record.of_all(graph, forms), caching, recorder.tracers
+
+
+def _overflow(
+    registry: Registry,
+    columns: Sequence[list],
+    ends: Sequence[tuple[int, ...]],
+    numbers: Sequence[int],
+) -> OverflowError | None:
+    """Returns the error that names a number that does not fit; None if there is none."""
+    groups, values = columns[2:]
+    for number, (begin, end) in zip(numbers, itertools.pairwise(e[2] for e in ends), strict=True):
+        for group, value in zip(groups[begin:end], values[begin:end], strict=True):
+            dtype = registry.value_types[registry.groups[group][1]].dtype
+            if dtype != np.int32 or not isinstance(value, int | np.integer):
+                continue
+            if not -(2**31) <= value < 2**31:
+                return OverflowError(
+                    f"instance {number} has the number {value}, which does not fit the {dtype} "
+                    "that JAX computes in; use smaller numbers, or "
+                    "`jax.config.update('jax_enable_x64', True)`."
+                )
+    return None
+
+
+def _record(fn, registry, instances, arrays, arrange, grouping, read, types, numbers):
+    """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
+    caller = trace_of_caller()
+    recorder = Recorder(registry, caller, grouping, read)
+    registry.slow_calls.clear()
+    end = ending(recorder)
+    with Restored(end), Restored(end), set_current_trace(caller), set_current_trace(recorder):
+        begin_recording(recorder)
+        recorded = _record_all(fn, recorder, instances, arrays, arrange, types, numbers)
+        registry.num_recorded = len(recorder.call_specs)
+        return recorder, *recorded
+
+
+def _record_all(fn, recorder, instances, arrays, arrange, types, numbers):
+    outputs: list[int] = []
+    forms: list[tuple[Any, tuple]] = []
+    caching = []
+    ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
+    shared = recorder.share()
+    calls, references, groups = recorder.call_specs, recorder.references, recorder.input_group
+    for i, instance in enumerate(instances):
+        mapped = recorder.begin(instance, arrays[i], types and types(i))
+        try:
+            result = fn(*arrange(shared, mapped))
+            if type(result) is Value:
+                structure, results = SINGLE, [recorder.output(result)]
+            else:
+                leaves, structure = flatten(result, "the result of the function")
+                results = [recorder.output(leaf) for leaf in leaves]
+        except Exception as error:
+            note_instance(error, numbers[i], instance, arrays[i])
+            raise
+        outputs += [index for index, _ in results]
+        form = structure, tuple([kind for _, kind in results])
+        forms.append(forms[-1] if forms and forms[-1] == form else form)  # told apart by their ids
+        caching.append(recorder.caching)
+        ends.append((len(calls), len(references), len(groups), len(outputs)))
+    return outputs, forms, caching, ends
+
+
+def trace_of_caller() -> Any:
+    """JAX's trace around what is recorded next.
+
+    Raises:
+      RuntimeError: another greenlet records in this thread.
+    """
+    with take_current_trace() as trace:
+        caller = trace
+    if isinstance(caller, Recorder) and recording.recorder is not caller:
+        raise RuntimeError(
+            "a batched function or a lazy scope of another greenlet is being recorded in this "
+            "thread, and JAX keeps its traces per thread; expected one greenlet to record at a "
+            "time. Do not wait for others (`gevent.sleep`, I/O) inside of batched functions and "
+            "lazy scopes, or let them take turns by a lock."
+        )
+    return caller
+
+
+def begin_recording(recorder: Recorder) -> None:
+    """From now on cells that are called in this thread are recorded, and nothing is collected."""
+    recording.recorder = recorder
+    collector.rest(recorder)
+
+
+def ending(recorder: Recorder) -> Callable[[], None]:
+    """Undoes `begin_recording`, for `Restored`; to be called before it."""
+    before = recording.recorder
+
+    def end() -> None:
+        recording.recorder = before
+        recorder.forget()  # first, or the collector looks at all of it
+        collector.go_on(recorder)
+
+    return end
+
+
+def finish(
+    registry: Registry, columns: Sequence[list], outputs: list[int], ends: np.ndarray
+) -> Graph:
+    """Returns one graph of all instances from the lists of a recorder."""
+    node_ptr, _, input_ptr, output_ptr = ends
+    recorded, references, input_group, input_value = columns
+    compiled = core()
+    if compiled is not None and not registry.arities.padded:
+        return _finish_compiled(compiled, registry, columns, outputs, ends)
+    node_type, operand, result = map(int64_of, (recorded, references, outputs))
+    node_type, arity = node_type.astype(np.int32), registry.arity[node_type]
+    node_type, arity, operand, result, of_lists, lengths = registry.arities.pad(
+        node_type, arity, operand, result, len(input_group)
+    )
+
+    # Inputs: drop those that are not read, and group what is read the same way, by instance.
+    group = int64_of(input_group)
+    owner_of = np.repeat(np.arange(len(input_ptr) - 1), np.diff(input_ptr))
+    if len(of_lists):
+        of_length = registry.group("value", *registry.kinds_of([LENGTH]))
+        group = np.append(group, np.full(len(lengths), of_length))
+        owner_of = np.append(owner_of, np.searchsorted(node_ptr, of_lists, side="right") - 1)
+        input_value = [*input_value, *lengths.tolist()]
+    used = inputs_read((operand, result), len(group))
+    kept_inputs = np.flatnonzero(used)
+    owner = owner_of[kept_inputs]
+    groups = np.flatnonzero(np.bincount(group[kept_inputs]))
+    if len(of_lists) or len(groups) > 1:
+        number = np.zeros(len(registry.groups), np.int64)
+        number[groups] = np.arange(len(groups))
+        key = owner * len(groups) + number[group[kept_inputs]]
+        _, order = sorted_by(key, len(groups) * (len(node_ptr) - 1))
+        kept_inputs = kept_inputs[order]
+        owner = owner_of[kept_inputs]
+    place = np.zeros(len(group), np.int64)
+    place[kept_inputs] = np.arange(len(kept_inputs))
+    renumber_inputs((operand, result), place)
+    return Graph(
+        registry.types,
+        node_type,
+        pointers(arity),
+        operand.astype(np.int32),
+        grouped_inputs(
+            registry,
+            input_value,
+            kept_inputs,
+            group[kept_inputs],
+            _cuts(owner, group[kept_inputs]),
+        ),
+        result.astype(np.int32),
+        node_ptr,
+        pointers(np.bincount(owner, minlength=len(node_ptr) - 1)),
+        output_ptr,
+    )
+
+
+def _finish_compiled(
+    compiled: Any,
+    registry: Registry,
+    columns: Sequence[list],
+    outputs: list[int],
+    ends: np.ndarray,
+) -> Graph:
+    """Returns the same where no node has lists of several lengths."""
+    node_ptr, _, input_ptr, output_ptr = ends
+    call_spec, reference, group = map(int64_of, columns[:3])
+    result, num_nodes, num_inputs = int64_of(outputs), len(call_spec), len(group)
+    node_type, operand_ptr = np.empty(num_nodes, np.int32), np.empty(num_nodes + 1, np.int64)
+    operand, kept_result = (np.empty(len(x), np.int32) for x in (reference, result))
+    kept, cuts = np.empty((2, num_inputs), np.int64)
+    kept_ptr, first_input = np.empty(len(node_ptr), np.int64), np.ascontiguousarray(input_ptr)
+    recorded = call_spec, reference, registry.arity, group, result, first_input
+    written = node_type, operand_ptr, operand, kept_result, kept, kept_ptr, cuts
+    num_kept, num_cuts = compiled.write_graph(len(registry.groups), (*recorded, *written))
+    kept = kept[:num_kept]
+    bounds = [*cuts[:num_cuts].tolist(), num_kept]
+    return Graph(
+        registry.types,
+        node_type,
+        operand_ptr,
+        operand,
+        grouped_inputs(registry, columns[3], kept, group[kept], bounds),
+        kept_result,
+        node_ptr,
+        kept_ptr,
+        output_ptr,
+    )
+
+
+def inputs_read(references: Sequence[np.ndarray], num_inputs: int) -> np.ndarray:
+    """Returns bool[I], the inputs that references, int64[...], name as `-1 - i`."""
+    used, compiled = np.zeros(num_inputs, bool), core()
+    for read in references:
+        if compiled is None:
+            used[-1 - read[read < 0]] = True
+        else:
+            compiled.mark_inputs((read, used))
+    return used
+
+
+def renumber_inputs(references: Sequence[np.ndarray], place: np.ndarray) -> None:
+    """Makes references to inputs name their places, int64[I]."""
+    compiled = core()
+    for read in references:
+        if compiled is None:
+            negative = read < 0
+            read[negative] = -1 - place[-1 - read[negative]]
+        else:
+            compiled.renumber_inputs((read, place))
+
+
+def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:
+    """Inputs in order, cut where the instance or the group changes.
+
+    `values` has those of all inputs, of which some are `kept`; `owner` and `group` belong to these.
+    """
+    yield from _rows_between(registry, values, kept, group, _cuts(owner, group))
+
+
+def _cuts(owner: np.ndarray, group: np.ndarray) -> list[int]:
+    """Returns where the instance or the group changes, the beginning and the end as well."""
+    if not len(owner):
+        return [0]
+    change = np.flatnonzero((np.diff(group) != 0) | (np.diff(owner) != 0)) + 1
+    return [0, *change.tolist(), len(owner)]
+
+
+def grouped_inputs(
+    registry: Registry, values: list[Any], kept: np.ndarray, group: np.ndarray, cuts: list[int]
+) -> Sequence[InputRows]:
+    """Returns what `_rows_between` yields, as columns if graphs hold all of the values."""
+    numbers = group[cuts[:-1]]
+    groups = list(dict.fromkeys(numbers.tolist()))
+    if not groups or any(registry.groups[g][0] != "value" for g in groups):
+        return tuple(_rows_between(registry, values, kept, group, cuts))
+    types = [registry.value_types[registry.groups[g][1]] for g in groups]
+    if len(groups) == 1:
+        column = np.zeros(len(numbers), np.int64)
+        places = [kept]
+    else:
+        place = np.zeros(len(registry.groups), np.int64)
+        place[groups] = np.arange(len(groups))
+        column = place[numbers]
+        places = [kept[group == g] for g in groups]
+    rows = [_values_at(values, own, kind) for own, kind in zip(places, types, strict=True)]
+    return InputColumns(types, rows, column, np.array(cuts, np.int64))
+
+
+def _values_at(values: list[Any], places: np.ndarray, value_type: ValueType) -> np.ndarray:
+    """Returns some of the items of a list, all of one type, stacked: one conversion for all."""
+    stacked = _numbers_at(values, places, value_type)
+    return host_rows(_items(values, places), value_type) if stacked is None else stacked
+
+
+def _rows_between(
+    registry: Registry, values: list[Any], kept: np.ndarray, group: np.ndarray, cuts: list[int]
+) -> Iterator[InputRows]:
+    """Yields the inputs between every two cuts, of one group each, in order.
+
+    Args:
+      registry: of the groups.
+      values: of all inputs.
+      kept: those that are read, in order.
+      group: of these.
+      cuts: where the rows begin, and where the last ones end.
+    """
+    numbers = group[cuts[:-1]].tolist()
+    groups = dict.fromkeys(numbers)
+    rows: dict[int, Iterator[np.ndarray]] = {}
+    for g in groups:
+        how, value_id, *_ = registry.groups[g]
+        if how == "value":
+            own, ends = kept, cuts
+            if len(groups) > 1:
+                own, ends = kept[group == g], pointers(group == g)[cuts].tolist()
+            stacked = _values_at(values, own, registry.value_types[value_id])
+            chunks = [slice(a, b) for a, b in itertools.pairwise(ends) if a < b]
+            rows[g] = map(stacked.__getitem__, chunks)
+    whole: dict[int, InputRows] = {}  # arrays as they are, the same for all instances
+    for g, a, b in zip(numbers, cuts, cuts[1:], strict=False):
+        if g in whole and b - a == 1:
+            yield whole[g]
+            continue
+        how, value_id, *where = registry.groups[g]
+        value_type = registry.value_types[value_id]
+        if how == "value":
+            yield InputRows(value_type, next(rows[g]))
+            continue
+        leaf, row, _ = where
+        items = [values[k] for k in kept[a:b].tolist()]
+        if row:
+            yield InputRows(value_type, np.array(items), leaf)
+        else:
+            for item in items:
+                yield (chunk := InputRows(value_type, None, leaf, item))
+                if item == ():
+                    whole[g] = chunk
+
+
+def _numbers_at(values: list[Any], places: np.ndarray, value_type: ValueType) -> np.ndarray | None:
+    """Returns some of the items of a list as `host_rows` does, if they are ints; else None."""
+    compiled = core()
+    if compiled is None or value_type.dtype != np.int32 or value_type.shape:
+        return None
+    numbers = np.empty(len(places), np.int32)
+    return numbers if compiled.take_ints(values, (places, numbers)) else None
+
+
+def _items(values: list[Any], places: np.ndarray) -> list[Any]:
+    """Returns some of the items of a list."""
+    if len(places) == len(values) and bool((places[1:] > places[:-1]).all()):
+        return values
+    if len(places) < 2:
+        return [values[k] for k in places.tolist()]
+    return list(operator.itemgetter(*places.tolist())(values))
+
+
+def host_rows(items: Sequence[Any], value_type: ValueType) -> np.ndarray:
+    """Numbers or concrete arrays of one type, stacked on the host."""
+    if is_key(value_type.dtype):
+        items = [jax.random.key_data(x) for x in items]
+        return np.stack([np.asarray(x) for x in items])
+    if is_array(items[0]):
+        items = [np.asarray(x) for x in items]
+    elif type(items[0]) is int and value_type.dtype == np.int32:
+        with contextlib.suppress(TypeError, OverflowError):  # not all of them are such
+            numbers = int64_of(list(items))
+            if not len(numbers) or (numbers.min() >= -(2**31) and numbers.max() < 2**31):
+                return numbers.astype(np.int32)
+    return np.array(items, value_type.dtype)

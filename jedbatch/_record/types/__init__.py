@@ -1,0 +1,1 @@
+"""Node types, interned, and the operands that cells share."""

@@ -1,0 +1,510 @@
+"""Cells that take lists of any length: one type for many lengths.
+
+A cell that sums over the children of a node is another program for every number of children, and
+so another node type, which is compiled and batched by itself. As long as few numbers have been met
+that is fastest. Then the programs are rolled up (see `_jaxpr.rolling`), and where those of
+different lengths say the same, nodes take part in one type that has room for so many elements;
+so do long lists from the first one on, which are programs of thousands of operations otherwise. A
+node of this type reads its elements, the first of them again in the places that are left, and how
+many there are.
+
+Types are changed where a graph is written down: until then every call is recorded with the
+arguments it has.
+
+A cell that does nothing but reduce its arguments, `plus(*states)`, has types for a few lengths as
+soon as one of them is met, and programs have room for all: they are small, and a minibatch in which
+three states meet for the first time is no reason to compile.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jedbatch._graph.operations import ListOperands, Operation
+from jedbatch._graph.types import LENGTH, NodeType, ValueType, operation_of
+from jedbatch._jaxpr.list_expressions import Expressions
+from jedbatch._jaxpr.rolling import CannotRollError, Roller
+from jedbatch._record.cell import pause
+from jedbatch._record.identity.assumptions import Assumptions
+from jedbatch._record.instances.arrays import flatten
+from jedbatch._record.types.element_functions import ElementFunction, Makers, find_functions
+from jedbatch._record.types.padded_calls import GivenFunctions, PaddedCalls, PaddedNodes, pad
+from jedbatch._support.types import Array
+
+MAX_ARITIES = 4  # lengths of the lists of a cell that are types of their own
+# Elements there is room for in types that serve several lengths.
+CAPACITIES = (4, 8, 32, *(1 << k for k in range(7, 15)))
+CAPACITIES_OF_SUMS = CAPACITIES[1:]  # where all lists are summed as they are read
+LONG = 64  # longer lists are rolled up as soon as they are met
+SUMMED = (np.dtype(np.float32), np.dtype(np.float64))  # lists of these are summed as they are read
+
+
+class ListArgument(NamedTuple):
+    """A list among the arguments of a call, which may be of any length.
+
+    Attributes:
+      which: position of the argument, of `*args` the first, and the way from it to the list.
+      length: of the list.
+      first: its first leaf among those of all arguments.
+      leaves: of each element.
+    """
+
+    which: tuple
+    length: int
+    first: int
+    leaves: int
+
+
+class Rolled(NamedTuple):
+    """A type of calls, rolled up.
+
+    Attributes:
+      node_type: its id.
+      length: of its lists.
+      roles: what its operands are, ("input", k) or ("element", leaf, position).
+      keys: equal for types that compute the same for lists of any length, if numbers that are the
+        length are constants, and if they are the length.
+    """
+
+    node_type: int
+    length: int
+    roles: tuple[tuple, ...]
+    keys: tuple[Hashable, Hashable]
+
+
+class CellCalls:
+    """The types of calls of one cell, which may differ in the length of lists.
+
+    Attributes:
+      first_variable: the position of the first of `*args`; None if there are none.
+      lists: by type, the arguments that may be lists.
+      slots: by type, for each leaf of the arguments whether it is an operand.
+      listed: by type, how many lists there are among the results, of one result for each element;
+        they come first.
+      rolled: the types that were rolled up, by their ids; None of those that cannot be.
+      padded_types: ids of the types that serve several lengths, by their keys, capacities, and
+        whether functions of elements are given.
+    """
+
+    def __init__(self, fn: Callable, key_of: Callable[[Any], Hashable]):
+        self.first_variable = _first_variable(fn)
+        self.lists: dict[int, tuple[ListArgument, ...]] = {}
+        self.slots: dict[int, tuple[bool, ...]] = {}
+        self.listed: dict[int, int] = {}
+        self.rolled: dict[int, Rolled | None] = {}
+        self.padded_types: dict[tuple[Hashable, int, bool], int] = {}
+        self._expressions = Expressions(key_of)
+        self._functions: dict[Hashable, tuple[ElementFunction, ...]] = {}
+
+    def add(
+        self, node_type: int, of: NodeType, args: tuple, slots: Sequence[bool], listed: int
+    ) -> tuple[Hashable, ...]:
+        """Adds a type of calls, which has the id `node_type`.
+
+        Returns the lengths of its lists, and which elements are weak where some are.
+        """
+        self.listed[node_type] = listed
+        self.lists[node_type] = lists = tuple(_lists(args, self.first_variable))
+        self.slots[node_type] = tuple(slots)
+        return _weak_among_others(of, lists, slots), *(x.length for x in lists)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest list that has been met."""
+        return max((x.length for lists in self.lists.values() for x in lists), default=0)
+
+    def roll(self, node_types: Sequence[NodeType], many: bool) -> dict[Hashable, list[Rolled]]:
+        """Returns types that compute the same for lists of any length.
+
+        Those of long lists, and if there are `many` lengths, those that others are like.
+        """
+        for t in self.lists.keys() - self.rolled.keys():
+            if varying := self._varying(t):  # lists of others may vary yet
+                self.rolled[t] = self._rolled(t, node_types[t], varying)
+        alike: dict[Hashable, list[Rolled]] = {}
+        types = [r for r in self.rolled.values() if r is not None]
+        for counts in (False, True):  # numbers that are the length by accident come first
+            by_key: dict[Hashable, list[Rolled]] = {}
+            for r in types:
+                if r.keys[counts] is not None:
+                    by_key.setdefault(r.keys[counts], []).append(r)
+            for key, same in by_key.items():
+                lengths = {r.length for r in same}
+                long = max(lengths) > LONG
+                if ((many or long) and len(lengths) > 1) or (counts and long):
+                    alike[key] = same
+            types = [r for r in types if r.keys[counts] not in alike]
+        for r in types:
+            if r.length == 1:
+                for key, same in alike.items():
+                    if self._is_of_one(r, key):
+                        same.append(r)
+                        break
+        return alike
+
+    def _is_of_one(self, single: Rolled, key: Any) -> bool:
+        """Returns whether a type of lists of one element is what a key says of such lists."""
+        own: Any = single.keys[False] or single.keys[True]
+        if own[1:] != key[1:]:
+            return False
+        return all(map(self._expressions.is_of_one, own[0], key[0]))
+
+    def _varying(self, node_type: int) -> list[ListArgument]:
+        """Returns the lists of a type that are long, or of which other lengths were met."""
+        lengths: dict[tuple, set[int]] = {}
+        for lists in self.lists.values():
+            for x in lists:
+                lengths.setdefault(x.which, set()).add(x.length)
+        lists = self.lists[node_type]
+        return [x for x in lists if len(lengths[x.which]) > 1 or x.length > LONG]
+
+    def _rolled(
+        self, node_type: int, of: NodeType, varying: Sequence[ListArgument]
+    ) -> Rolled | None:
+        if len({x.length for x in varying}) != 1 or not 0 < varying[0].length <= CAPACITIES[-1]:
+            return None
+        roles = self._roles(node_type, varying)
+        if roles is None:
+            return None
+        length = varying[0].length
+        program = operation_of(of).jaxpr
+        num_shared = len(of.shared)
+        num_inputs = sum(role[0] == "input" for role in roles)
+        shared: list[tuple] = [("input", num_inputs + k) for k in range(num_shared)]
+        types = tuple(t for r, t in zip(roles, of.operands, strict=True) if r[0] == "input")
+        elements = tuple(  # what weak types mean has been settled in the program
+            dataclasses.replace(t, weak=False)
+            for r, t in zip(roles, of.operands, strict=True)
+            if r[2:] == (0,)
+        )
+        listed = self.listed[node_type]
+        in_lists = of.results[: listed * length : length]
+        kinds = in_lists, of.results[listed * length :]
+        keys: list[Hashable] = [None, None]
+        for counts in (False, True):
+            with contextlib.suppress(CannotRollError):
+                roller = Roller(self._expressions, program, [*shared, *roles], length, counts)
+                keys[counts] = roller.results(listed), of.shared, types, elements, kinds
+        return Rolled(node_type, length, roles, (keys[0], keys[1])) if any(keys) else None
+
+    def _roles(self, node_type: int, varying: Sequence[ListArgument]) -> tuple[tuple, ...] | None:
+        """Returns what the operands of a type are; None if some element is no operand."""
+        of_leaf: dict[int, tuple] = {}
+        first_leaf = 0
+        for x in varying:
+            for k in range(x.length * x.leaves):
+                position, leaf = divmod(k, x.leaves)
+                of_leaf[x.first + k] = "element", first_leaf + leaf, position
+            first_leaf += x.leaves
+        slots = self.slots[node_type]
+        if not all(slots[k] for k in of_leaf):
+            return None
+        inputs = itertools.count()
+        return tuple(
+            of_leaf[k] if k in of_leaf else ("input", next(inputs))
+            for k, is_operand in enumerate(slots)
+            if is_operand
+        )
+
+    def capacity(self, rolled: Rolled, key: Any) -> int:
+        """Returns the elements there is room for in the type that serves a type of a key.
+
+        Elements that do not exist cost next to nothing in lists that are summed as they are read,
+        so there are fewer types of these.
+        """
+        summed, (in_lists, _) = self._summed(key), key[4]
+        capacities = CAPACITIES_OF_SUMS if all(summed) and not in_lists else CAPACITIES
+        return next(c for c in capacities if c >= rolled.length)
+
+    def _summed(self, key: Any, functions: Sequence[ElementFunction] = ()) -> tuple[bool, ...]:
+        """Returns for each part of the elements whether nothing but its sum is read."""
+        known = [f.part for f in functions]
+        return tuple(
+            t.dtype in SUMMED and self._expressions.is_only_summed(key[0], part, known)
+            for part, t in self._parts(key, functions)
+        )
+
+    def _parts(self, key: Any, functions: Sequence[ElementFunction]) -> list[tuple[int, ValueType]]:
+        """(id of the expression, type) of the values that elements consist of.
+
+        All leaves, or those that are read besides functions of them, and these functions.
+        """
+        results, _, _, elements, _ = key
+        leaves = [
+            (self._expressions.given(t.shape, t.dtype, "element", leaf), t)
+            for leaf, t in enumerate(elements)
+        ]
+        if functions:
+            known = [f.part for f in functions]
+            read = self._expressions.parts(results, known)
+            leaves = [(part, t) for part, t in leaves if part in read]
+        return [*leaves, *((f.part, f.type) for f in functions)]
+
+    def functions(self, rolled: Rolled, key: Any, of: NodeType) -> tuple[ElementFunction, ...]:
+        """Returns functions of one element that can be computed where it is made."""
+        if key not in self._functions:
+            _, shared, inputs, _, _ = key
+            avals = operation_of(of).jaxpr.in_avals
+            of_element = [
+                aval
+                for role, aval in zip(rolled.roles, avals[len(shared) :], strict=True)
+                if role[2:] == (0,)
+            ]
+            own_key = operation_of(of).key
+            self._functions[key] = find_functions(
+                self._expressions, key[0], own_key, shared, len(inputs), avals, of_element
+            )
+        return self._functions[key]
+
+    def leaves_read(self, key: Any, functions: Sequence[ElementFunction]) -> list[int]:
+        """The leaves of elements that are read besides functions of them."""
+        parts = {index for index, _ in self._parts(key, functions)}
+        leaves = [
+            (leaf, self._expressions.given(t.shape, t.dtype, "element", leaf))
+            for leaf, t in enumerate(key[3])
+        ]
+        return [leaf for leaf, part in leaves if part in parts]
+
+    def padded_type(
+        self,
+        rolled: Rolled,
+        key: Any,
+        of: NodeType,
+        capacity: int,
+        functions: Sequence[ElementFunction] = (),
+    ) -> NodeType:
+        """Returns the type with room for so many elements that serves types of one key.
+
+        Args:
+          rolled: one of these types.
+          key: the key.
+          of: the type.
+          capacity: elements there is room for.
+          functions: of one element, whose values are given.
+        """
+        results, shared, inputs, _, (in_lists, single) = key
+        avals = operation_of(of).jaxpr.in_avals
+        shared_avals, operand_avals = avals[: len(shared)], avals[len(shared) :]
+        pairs = list(zip(rolled.roles, operand_avals, strict=True))
+        given = [aval for role, aval in pairs if role[0] == "input"]
+        leaf_avals = [aval for role, aval in pairs if role[2:] == (0,)]
+        of_element = [leaf_avals[leaf] for leaf in self.leaves_read(key, functions)]
+        of_element += [f.program.out_avals[0] for f in functions]
+        parts, elements = zip(*self._parts(key, functions), strict=True)
+
+        def traced(summed: Sequence[bool]) -> Any:
+            """The program, with sums in place of some lists."""
+            numbers = range(len(inputs) + len(shared))
+            program = self._expressions.program(results, numbers, summed, capacity, parts)
+
+            def run(*values: Array) -> list[Array]:
+                others, rest = values[: len(shared)], values[len(shared) :]
+                own, rest = rest[: len(inputs)], rest[len(inputs) :]
+                made = program([*own, *others], rest[:-1], rest[-1])
+                rows = (x[k] for x in made[: len(in_lists)] for k in range(capacity))
+                return [*rows, *made[len(in_lists) :]]
+
+            pairs = zip(of_element, summed, strict=True)
+            lists = [x for x, is_sum in pairs for x in [x] * (1 if is_sum else capacity)]
+            length = jax.ShapeDtypeStruct(LENGTH.shape, LENGTH.dtype)
+            with pause():
+                return jax.make_jaxpr(run)(*shared_avals, *given, *lists, length)
+
+        closed = traced([False] * len(elements))
+        summed = self._summed(key, functions)
+        lists = ListOperands(
+            len(inputs),
+            capacity,
+            len(inputs) + capacity * len(elements),
+            summed,
+            traced(summed) if any(summed) else closed,
+        )
+        where = of.label[of.label.rindex(")") + 1 :]
+        operands = (*inputs, *(t for t in elements for _ in range(capacity)), LENGTH)
+        listed = ", ".join(map(str, (*inputs, *(f"≤{capacity} × {t}" for t in elements))))
+        kind = "list of functions" if functions else "list"
+        return NodeType(
+            of.name,
+            Operation((kind, capacity, operation_of(of).key), closed, lists=lists),
+            operands,
+            of.shared,
+            (*(t for t in in_lists for _ in range(capacity)), *single),
+            f"{of.name}({listed}){where}",
+        )
+
+
+class Arities:
+    """The calls of cells with lists, and the types that serve several lengths.
+
+    Args:
+      node_types: the types by their ids.
+      add_type: gives a type its id; the second argument is that of a type like it.
+      key_of: gives what parameters of operations are told apart by.
+      assumptions: which cells have lists of few lengths.
+
+    Attributes:
+      padded: by the id of a type, how its nodes are nodes of another type.
+    """
+
+    def __init__(
+        self,
+        node_types: Sequence[NodeType],
+        add_type: Callable[[NodeType, int], int],
+        key_of: Callable[[Any], Hashable],
+        assumptions: Assumptions,
+    ):
+        self.padded: dict[int, PaddedCalls] = {}
+        self._assumptions = assumptions
+        self._node_types = node_types
+        self._add_type = add_type
+        self._makers = Makers(node_types, add_type, assumptions)
+        self._key_of = key_of
+        self._cells: dict[Hashable, CellCalls] = {}
+
+    def note(
+        self,
+        cell: Hashable,
+        fn: Callable,
+        args: tuple,
+        slots: Sequence[bool],
+        node_type: int,
+        listed: int = 0,
+    ) -> None:
+        """Notes a type of calls of a cell.
+
+        Args:
+          cell: what calls of one function with one set of options have in common.
+          fn: the function.
+          args: the arguments.
+          slots: for each leaf of the arguments, and of what `fn` closes over, whether it is an
+            operand.
+          node_type: the id of the type.
+          listed: how many lists, of one result for each element, its results begin with.
+        """
+        calls = self._cells.get(cell)
+        if calls is None:
+            calls = self._cells[cell] = CellCalls(fn, self._key_of)
+        if node_type in calls.lists:
+            return
+        lengths = calls.add(node_type, self._node_types[node_type], args, slots, listed)
+        self._makers.note(node_type, cell)
+        few = self._assumptions.holds("lengths of lists", cell, lengths, MAX_ARITIES)
+        if few and calls.longest <= LONG:
+            return
+        for key, same in calls.roll(self._node_types, not few).items():
+            for rolled in same:
+                if rolled.node_type not in self.padded:
+                    self.padded[rolled.node_type] = self._padded(cell, rolled, key)
+                    self._assumptions.fail("types", rolled.node_type != node_type)
+
+    def _padded(self, cell: Hashable, rolled: Rolled, key: Any) -> PaddedCalls:
+        calls = self._cells[cell]
+        capacity = calls.capacity(rolled, key)
+        of = self._node_types[rolled.node_type]
+        functions = calls.functions(rolled, key, of)
+        for given in ((), functions) if functions else ((),):
+            if (key, capacity, bool(given)) not in calls.padded_types:
+                new = calls.padded_type(rolled, key, of, capacity, given)
+                new_id = self._add_type(new, rolled.node_type)
+                self._makers.note(new_id, cell)
+                calls.padded_types[key, capacity, bool(given)] = new_id
+        place = {role: k for k, role in enumerate(rolled.roles)}
+        inputs = [k for role, k in place.items() if role[0] == "input"]
+
+        def order(leaves: Sequence[int]) -> np.ndarray:
+            """The operands that are elements, one leaf after the other."""
+            elements = [
+                place["element", leaf, position if position < rolled.length else 0]
+                for leaf in leaves
+                for position in range(capacity)
+            ]
+            return np.array(elements, np.int64)
+
+        padded_type = calls.padded_types[key, capacity, False]
+        of_lists = calls.listed[rolled.node_type] * capacity
+        results = np.arange(len(self._node_types[padded_type].results))
+        exists = (results >= of_lists) | (results % capacity < rolled.length)
+        given_functions = None
+        if functions:
+            given_functions = GivenFunctions(
+                calls.padded_types[key, capacity, True],
+                np.array([*inputs, *order(calls.leaves_read(key, functions))], np.int64),
+                functions,
+                order([f.leaf for f in functions]).reshape(len(functions), capacity),
+            )
+        return PaddedCalls(
+            padded_type,
+            np.array([*inputs, *order(range(len(key[3])))], np.int64),
+            rolled.length,
+            results[exists],
+            given_functions,
+        )
+
+    def pad(self, *nodes: Any) -> PaddedNodes:
+        """Returns nodes that have lists as nodes of the types that serve several lengths.
+
+        Args:
+          *nodes: as `padded_calls.pad` takes them.
+        """
+        return pad(self.padded, self._makers, self._node_types, *nodes)
+
+
+def _weak_among_others(
+    of: NodeType, lists: Sequence[ListArgument], slots: Sequence[bool]
+) -> tuple[bool, ...]:
+    """Returns which operands in lists have weak types; nothing where all have, or none has."""
+    in_lists = {x.first + k for x in lists for k in range(x.length * x.leaves)}
+    operands = zip(itertools.compress(itertools.count(), slots), of.operands, strict=True)
+    weak = tuple(t.weak for leaf, t in operands if leaf in in_lists)
+    return weak if len(set(weak)) > 1 else ()
+
+
+def _first_variable(fn: Callable) -> int | None:
+    """Returns the position of the first of `*args` of a function; None if it has none."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    kinds = [p.kind for p in parameters]
+    variable = inspect.Parameter.VAR_POSITIONAL
+    return kinds.index(variable) if variable in kinds else None
+
+
+def _lists(args: tuple, first_variable: int | None) -> Iterator[ListArgument]:
+    """Yields the lists and tuples of elements of one structure among arguments."""
+    named = args if first_variable is None else args[:first_variable]
+    candidates: list[Any] = list(named)
+    if first_variable is not None:
+        candidates.append(args[first_variable:])
+    yield from _lists_inside(enumerate(candidates), (), 0)
+
+
+def _lists_inside(
+    parts: Iterable[tuple[Hashable, Any]], way: tuple, first: int
+) -> Iterator[ListArgument]:
+    """Yields the lists in parts of a container, and in containers there.
+
+    Args:
+      parts: with their keys, in the order of their leaves.
+      way: to the container.
+      first: its first leaf among those of all arguments.
+    """
+    for key, part in parts:
+        leaves, structure = flatten(part, "an argument")
+        if type(part) in (list, tuple):
+            elements = structure.children()
+            if all(element == elements[0] for element in elements):
+                of_each = elements[0].num_leaves if elements else 0
+                yield ListArgument((*way, key), len(part), first, of_each)
+            else:
+                yield from _lists_inside(enumerate(part), (*way, key), first)
+        elif type(part) is dict:
+            keys = structure.node_data()[1]  # as JAX sorts them
+            yield from _lists_inside(((k, part[k]) for k in keys), (*way, key), first)
+        first += len(leaves)

@@ -1,0 +1,655 @@
+"""Types, shared values and calls seen while recording, interned.
+
+A `Registry` belongs to one structure of shared arguments and lives as long as the batched
+function. It turns "the same operation on the same types" into small integers: value types, node
+types, shared values, groups of inputs. An operation is traced by JAX once, when its type is new.
+"""
+
+import collections
+import functools
+import gc
+import itertools
+import warnings
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray, Tracer
+from jax.tree_util import PyTreeDef
+
+from jedbatch import checks
+from jedbatch._graph.operations import Alike, CallSpec, Operation
+from jedbatch._graph.types import NodeType, ValueType, operation_of
+from jedbatch._jaxpr.identity import Same, carried_key, is_immutable, tree_key
+from jedbatch._jaxpr.interpret import cares_for_padding, one_by_one, performs
+from jedbatch._jaxpr.single_instances import may_differ
+from jedbatch._jaxpr.symbolic_dims import (
+    RaggedType,
+    line_of_user,
+    shape_at,
+    symbol_of,
+    symbols_in,
+)
+from jedbatch._jaxpr.transfers import unguarded
+from jedbatch._jaxpr.versions import OpenProgram
+from jedbatch._record.cell import pause
+from jedbatch._record.identity.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
+from jedbatch._record.identity.environment import AccessPath, Reached
+from jedbatch._record.identity.escapes import is_kept, live_tracers, only_new_garbage
+from jedbatch._record.identity.number_operands import Lifted, Lifting
+from jedbatch._record.identity.primitives import Keys, NumberedKeys, memory_of_constants, numbered
+from jedbatch._record.identity.unseen import check_shared, shows_arrays
+from jedbatch._record.instances.arrays import flatten, is_array
+from jedbatch._record.types.custom_rules import CustomFunctions
+from jedbatch._record.types.list_cells import Arities
+from jedbatch._record.types.shared_operands import SharedOperands
+from jedbatch._record.types.shared_values import SharedValue, derived, owned, prologue
+from jedbatch._support.caches import Budget, Memory, each
+from jedbatch._support.types import Dtype
+from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
+
+MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
+CALL_BYTES = 1 << 12  # of the description of a call, and of what it keeps alive, about
+MEMO_BYTES = 1 << 9  # of another way of recording, about
+MANY_CLOSURES = 32  # of one cell, or closed-over arrays, before we warn
+MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
+NUMBER_TYPES = (int, float, complex, np.generic)
+
+
+class Registry:
+    """All that has been met while recording for one structure of shared arguments.
+
+    Attributes:
+      budget: of bytes for what can be forgotten, since it only saves time.
+      structure, containers: of the shared arguments; see `_record.operations.containers`.
+      node_types, value_types, shared, groups: what is interned, by id. The leaves of
+        the shared arguments come first among the shared values.
+      bounds_loops: whether loops have a bound (`max_steps`).
+      avals: the value types as JAX has them.
+      ragged_types: those of them with ragged axes as user code gets them, by their ids.
+      calls: call specs by the description of a call (see `fast_path`).
+      cells: descriptions of the functions of cells that the batched function does not make.
+      numbers, arrays: (input group, value type) by kind of number, and by shape and dtype of an
+        array.
+      nodes: tokens of containers, by their class and what they carry besides their parts.
+      shared_in: the shared values in containers, by their tokens.
+      num_recorded, slow_calls: nodes that were recorded last, and of these the calls of a cell that
+        took the slow path, and why.
+      constants: results of operations on concrete values.
+      assumptions: what is constant, as few variants of it were met.
+      lifting: which numbers that operations hold are operands.
+      unseen: ids of types of cells that read arrays which are found nowhere: they are traced
+        at each call, and not recorded for later calls.
+      arities: the calls of cells that differ in the length of lists.
+      shared_operands: arguments of cells that are values, though they are shared in some calls.
+      reached: the way to arrays by which they are known, by their ids (see
+        `_record.identity.environment`).
+      things_reached: ids of all that the function reaches, which stays as it is.
+      arrays_reached: these arrays, by the way to them.
+      tokens_reached: (type, token) of those that cells were given, by the way to them.
+      is_traced: whether some of them are traced.
+      keys: what operations are told apart by.
+      operations, operators: how operations and Python's operators on symbols were recorded.
+      chains: how operators on one value, and static indices, were recorded.
+    """
+
+    def __init__(
+        self,
+        leaf_avals: Sequence[ShapedArray],
+        structure: PyTreeDef,
+        budget: Budget | None = None,
+        bounds_loops: bool = False,
+    ):
+        self.budget = budget = budget or Budget()
+        self.structure = structure
+        self.num_leaves = len(leaf_avals)
+        self.bounds_loops = bounds_loops
+        self.containers: list[tuple[Hashable | None, bool]] | None = None
+        self.node_types: list[NodeType] = []
+        self.lines: dict[int, str] = {}  # of the user's code, where each type was met first
+        self.value_types: list[ValueType] = []
+        self.avals: list[ShapedArray] = []
+        self.ragged_types: dict[int, RaggedType] = {}
+        self.shared = [SharedValue(aval, leaf=i) for i, aval in enumerate(leaf_avals)]
+        self.call_specs: dict[int, CallSpec] = {}
+        self._arity = np.zeros(0, np.int64)
+        self.groups: list[tuple] = []
+        self.units: list[tuple[tuple[int, ...], Hashable]] = []
+        self.calls: dict[Hashable, CallSpec] = Memory(None, budget, each(CALL_BYTES))
+        self.cells: dict[Any, Any] = Memory(None, budget, each(CALL_BYTES))
+        self.numbers: dict[type, tuple[int, int]] = {}
+        self.arrays: dict[tuple, tuple[int, int]] = {}
+        self.nodes: dict[Hashable, str] = Memory(None, budget, each(MEMO_BYTES))
+        self.shared_in: dict[Hashable, tuple[int, ...]] = Memory(None, budget, each(MEMO_BYTES))
+        self._memo_tokens: dict[Hashable, str] = Memory(None, budget, each(MEMO_BYTES))
+        self._num_memo_tokens = 0
+        self.num_recorded = 0
+        self.slow_calls: collections.Counter[tuple[str, str]] = collections.Counter()
+        self.constants = memory_of_constants(budget)
+        self._ids: dict[Hashable, Any] = {}
+        self._value_type_ids: dict[tuple, int] = {}  # by what makes them, for those met before
+        self.keys = Keys(budget)
+        self._of_states: dict[int, dict[Hashable, CallSpec]] = Memory(MAX_READ_STATES)
+        self._of_user = self._of_state(0)
+        of_memo = each(MEMO_BYTES)
+        self.operations: dict[tuple, tuple[CallSpec, tuple[int, ...]]] = Memory(
+            None, budget, of_memo
+        )
+        self.chains: dict[tuple, list[CallSpec]] = Memory(None, budget, of_memo)
+        self.operators: dict[tuple, Any] = Memory(None, budget, of_memo)
+        self._alike: dict[Hashable, Alike] = {}
+        self._known_transient: dict[int, bool] = {}
+        self._known_paths: dict[int, set[tuple]] = {}
+        self.reached: Mapping[int, AccessPath] = {}
+        self.things_reached: Set[int] = frozenset()
+        self.arrays_reached: Mapping[Any, Any] = {}
+        self.tokens_reached: dict[Any, tuple[Any, Hashable]] = {}
+        self.is_traced = False
+        self.unseen: set[int] = set()
+        self._number = 0
+        self.warned: set[type] = set()  # of performance
+        self.assumptions = Assumptions(budget)
+        self.custom = CustomFunctions(budget)
+        self.lifting = Lifting(self.assumptions, budget)
+        self.arities = Arities(
+            self.node_types, self._add_type_like, self.keys.params_key, self.assumptions
+        )
+        known = self.operations, self.operators, self.chains
+        self.shared_operands = SharedOperands(known, self.assumptions)
+        self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
+        self._types: tuple[NodeType, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """The number of entries that types are made of, and that are not forgotten one by one."""
+        num_known = len(self._ids) + len(self.keys) + len(self.assumptions)
+        return num_known + len(self.shared_operands)
+
+    @property
+    def types(self) -> tuple[NodeType, ...]:
+        """The node types as a tuple, one object as long as nothing is added."""
+        if len(self._types) != len(self.node_types):
+            self._types = tuple(self.node_types)
+        return self._types
+
+    @property
+    def arity(self) -> np.ndarray:
+        """int64[T], the number of operands of each type."""
+        new = self.node_types[len(self._arity) :]
+        if new:
+            self._arity = np.append(self._arity, [len(t.operands) for t in new])
+        return self._arity
+
+    def _intern(self, items: list, item: Hashable) -> int:
+        """The number of an item among its like.
+
+        Here and below, a number is given out last: an interrupt leaves an item without a number,
+        which nobody reads, never a number without an item.
+        """
+        index = self._ids.get((id(items), item))
+        if index is None:
+            index = len(items)
+            items.append(item)
+            self._ids[id(items), item] = index
+        return index
+
+    def value_type(self, shape: tuple[int, ...], dtype: Dtype, weak: bool) -> int:
+        """The id of a value type."""
+        known = self._value_type_ids.get((shape, dtype, weak))
+        if known is not None:
+            return known
+        index = self._intern(self.value_types, ValueType(shape, dtype, weak))
+        while len(self.avals) <= index:
+            new = self.value_types[len(self.avals)]
+            aval, ragged = RaggedType.of(new.shape, new.dtype, new.weak)
+            if ragged is not None:
+                self.ragged_types[len(self.avals)] = ragged
+            self.avals.append(aval)
+        self._value_type_ids[shape, dtype, weak] = index
+        return index
+
+    def unit(self, value_types: tuple[int, ...], tree: PyTreeDef | None) -> int | None:
+        """A negative token for what a cell returns as a whole; None if it may be changed."""
+        if tree is None or not is_immutable(tree):
+            return None
+        return -1 - self._intern(self.units, (value_types, tree_key(tree)))
+
+    def width(self, token: int) -> int:
+        """How many operands a reference by this token stands for: a value type, or a unit."""
+        return 1 if token >= 0 else len(self.units[-1 - token][0])
+
+    def node(self, kind: type, carried: Any) -> str:
+        """A token for containers of a class that carry the same besides their parts.
+
+        What can be compared without looking into it is remembered, for the compiled core.
+        """
+        items = carried if type(carried) is tuple else (carried,)
+        types = tuple(map(type, items))
+        key = kind, carried, types if bool in types else None
+        is_simple = all(t in (str, int, bool) or t.__eq__ is object.__eq__ for t in types)
+        token = self.nodes.get(key) if is_simple else None
+        if token is None:
+            token = self.memo_token("node", kind, carried_key(carried))
+            if is_simple:
+                self.nodes[key] = token
+        return token
+
+    def token(self, *key: Hashable) -> str:
+        """A short name for a part of the description of a call; strings hash fastest."""
+        return self._ids.setdefault(("token", key), f"token {len(self._ids)}")
+
+    def memo_token(self, *key: Hashable) -> str:
+        """Does the same for what may be made anew again and again, and is forgotten."""
+        token = self._memo_tokens.get(key)
+        if token is None:
+            self._num_memo_tokens += 1
+            token = self._memo_tokens[key] = f"memo {self._num_memo_tokens}"
+        return token
+
+    def group(self, *key: Hashable) -> int:
+        """The id of a group of inputs that are read the same way."""
+        return self._intern(self.groups, key)
+
+    def call_spec(
+        self, name, key, call, shared, operands, *, user_code: bool, static: str = ""
+    ) -> CallSpec:
+        """Returns how to record nodes that compute `call(shared values, operands)`.
+
+        Args:
+          name: for people.
+          key: equal for operations that are equal, whatever they read. Of user code, a memo in
+            front of tracing: its types are told apart by their programs.
+          call: returns a pytree of arrays; traced if the type is new.
+          shared: ids of the shared values it reads.
+          operands: value type ids of the operands.
+          user_code: whether it might leak tracers.
+          static: the static arguments, for people.
+        """
+        if self.is_traced and not user_code:
+            key = "traced", key  # there may be a gradient of what is reached, see `_closed`
+        full = (key, shared, operands)
+        call_specs: dict[Hashable, CallSpec] = self._of_user if user_code else self._ids
+        call_spec = call_specs.get(full)
+        if call_spec is None and user_code:
+            call_spec = self._like_another(full, name, call, static)
+        if call_spec is None:
+            jaxpr, tree, extra = self.trace(name, call, shared, operands, user_code)
+            if user_code:
+                found = itertools.filterfalse(self.is_reached, extra)
+                check_shared(name, key, {s: self.shared[s].aval.str_short() for s in found})
+            own: Hashable = ("cell", self.keys.jaxpr_key(jaxpr)) if user_code else key
+            results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
+            node_type = NodeType(
+                name,
+                Operation((own, tree_key(tree)), jaxpr),
+                tuple(self.value_types[v] for v in operands),
+                (*extra, *shared),
+                tuple(self.value_types[v] for v in results),
+                self._label(name, static, operands, shared),
+            )
+            structure = None if tree == jax.tree.structure(0) else tree
+            type_id = self._intern(self.node_types, node_type)
+            self.lines.setdefault(type_id, line_of_user())
+            call_spec = call_specs[full] = self.add_call_spec(type_id, results, structure)
+            again = lambda: self.trace(name, call, shared, operands, True)[0]  # noqa: E731
+            if user_code and not shows_arrays(key, jaxpr, again):
+                self.unseen.add(type_id)
+                call_specs.pop(full, None)  # it may have been forgotten
+            elif user_code and not extra:
+                self._note_symbols(full, call_spec, jaxpr)
+        return call_spec
+
+    def _add_type_like(self, node_type: NodeType, other: int) -> int:
+        """The id of a type that takes the place of another."""
+        type_id = self._intern(self.node_types, node_type)
+        self.lines.setdefault(type_id, self.lines[other])
+        return type_id
+
+    def _numbered(self, full: tuple) -> tuple[Hashable, tuple[str, ...]]:
+        """(how to record calls but for the names of symbols in their operands, these names)."""
+        key, shared, operands = full
+        numbers: dict[str, int] = {}
+        types = [self.value_types[v] for v in operands]
+        numbered_types = [numbered((t.shape, t.dtype, t.weak), numbers) for t in types]
+        return ("like", self._number, key, shared, *numbered_types), tuple(numbers)
+
+    def _note_symbols(self, full: tuple, call_spec: CallSpec, jaxpr: OpenProgram) -> None:
+        """Calls like two that were traced need not be, if these differ in the names of symbols.
+
+        The second one is traced to make sure: a static argument may hold an extent, too.
+        """
+        like, symbols = self._numbered(full)
+        if not symbols or not symbols_in(jaxpr) <= set(symbols):
+            return
+        numbers = {s: k for k, s in enumerate(symbols)}
+        program = NumberedKeys(self.keys, numbers).jaxpr_key(jaxpr)
+        first = self._alike.setdefault(like, Alike(call_spec, symbols, program))
+        if first.call_spec is not call_spec and first.sure is None:
+            first.sure = first.program == program
+
+    def _like_another(self, full: tuple, name: str, call: Callable, static: str) -> CallSpec | None:
+        """Returns the record of a call that differs from a known one in symbols only, or None."""
+        like, symbols = self._numbered(full)
+        alike = self._alike.get(like) if symbols else None
+        if alike is None or not alike.sure:
+            return None
+        first, first_symbols = alike.call_spec, alike.symbols
+        _, shared, operands = full
+        every = {s: d for v in operands for d in self.avals[v].shape for s in symbols_in(d)}
+        named = {t: symbol_of(every[s], s) for t, s in zip(first_symbols, symbols, strict=True)}
+        results = []
+        for aval in (self.avals[v] for v in first.results):
+            results.append(self.value_type(shape_at(aval.shape, named), aval.dtype, aval.weak_type))
+        first_type = self.node_types[first.node_type]
+        operation = operation_of(first_type)
+        node_type = NodeType(
+            name,
+            Operation(
+                operation.key,
+                lambda: self.trace(name, call, shared, operands, False)[0],
+                (first.node_type, symbols),
+            ),
+            tuple(self.value_types[v] for v in operands),
+            first_type.shared,
+            tuple(self.value_types[v] for v in results),
+            self._label(name, static, operands, shared),
+        )
+        call_spec = self._of_user[full] = self.add_call_spec(
+            self._intern(self.node_types, node_type), tuple(results), first.tree
+        )
+        return call_spec
+
+    def read(self, reached: Reached) -> None:
+        """Sets the values that recordings from now on read besides their arguments."""
+        if reached.number != self._number:
+            self.forget_calls()
+            self._number = reached.number
+            self._of_user = self._of_state(reached.number)
+        self.reached, self.things_reached = reached.ways, reached.things
+        self.keys.reached = self.reached
+        self.arrays_reached = dict(zip(reached.names, reached.arrays, strict=True))
+        self.is_traced = any(isinstance(x, Tracer) for x in reached.arrays)
+
+    def _of_state(self, number: int) -> dict[Hashable, CallSpec]:
+        """Returns how cells are recorded that read what they read then, besides their arguments."""
+        if number not in self._of_states:
+            self._of_states[number] = Memory(None, self.budget, each(CALL_BYTES))
+        return self._of_states[number]
+
+    def is_reached(self, index: int) -> bool:
+        """Returns whether a shared value depends on arrays that the function reaches alone."""
+        value = self.shared[index]
+        if value.call is not None:
+            return all(map(self.is_reached, value.args))
+        return value.tracer in self.arrays_reached
+
+    def numbers_held(
+        self, fn: Callable, computed: Collection[int]
+    ) -> tuple[Hashable, Lifted | None]:
+        """Returns a function without the numbers it holds, and those that are operands, if any.
+
+        Calls with numbers that were constants until now are described anew (see `Lifting`).
+        """
+        before = self.assumptions.version("numbers")
+        found = self.lifting.of_closure(fn, self.reached, self.things_reached, computed)
+        if self.assumptions.version("numbers") != before:
+            self.forget_calls()
+        return found
+
+    def forget_calls(self) -> None:
+        """Forgets the descriptions of calls."""
+        self.calls.clear()
+        self.cells.clear()
+
+    def _label(self, name: str, static: str, operands, shared) -> str:
+        """A type in words that do not depend on what was met before."""
+        types = [str(self.value_types[v]) for v in operands]
+        paths = [path for s in shared for path in self._paths(s)]
+        parts = itertools.takewhile(lambda keys: len(set(keys)) == 1, zip(*paths, strict=False))
+        where = tuple(keys[0] for keys in parts)
+        at = f" @ {jax.tree_util.keystr(where)}" if where else ""
+        return f"{name}{static}({', '.join(types)}){at}"
+
+    def _paths(self, index: int) -> set[tuple]:
+        """Returns paths of the leaves of shared arguments that a shared value is made of."""
+        if index not in self._known_paths:
+            value = self.shared[index]
+            if value.leaf is not None:
+                paths = {self._leaf_paths[value.leaf]}
+            else:
+                paths = {path for arg in value.args for path in self._paths(arg)}
+            self._known_paths[index] = paths
+        return self._known_paths[index]
+
+    @functools.cached_property
+    def _leaf_paths(self) -> list[tuple]:
+        with pause():  # containers of Flax ask JAX who is tracing
+            tree = jax.tree.unflatten(self.structure, range(self.num_leaves))
+        return [path for path, x in jax.tree.leaves_with_path(tree) if type(x) is int]
+
+    def add_call_spec(self, node_type, results, tree) -> CallSpec:
+        """The recording of nodes of a type; what it returns depends on the type."""
+        call_spec = self.call_specs.get(node_type)
+        if call_spec is None:
+            unit, arity = self.unit(results, tree), len(self.node_types[node_type].operands)
+            call_spec = CallSpec(node_type, arity, results, tree, unit)
+            self.call_specs[node_type] = call_spec
+        return call_spec
+
+    def kinds_of(self, types: Sequence[ValueType]) -> list[int]:
+        """The ids of value types."""
+        return [self.value_type(t.shape, t.dtype, t.weak) for t in types]
+
+    def remember(self, described: Any, call_spec: CallSpec) -> None:
+        """Files a call spec under a `Description` of a call."""
+        self.calls.setdefault(tuple(described.key), call_spec)
+
+    @unguarded
+    def trace(self, name, call, shared, operands, alone):
+        """(jaxpr, result tree, ids of shared values it closes over) of an operation."""
+        shared_avals = [self.shared[s].aval for s in shared]
+        operand_avals = [self.avals[v] for v in operands]
+        trees = []
+
+        def flat(shared_values, operand_values):
+            result = call(shared_values, operand_values)
+            leaves, tree = flatten(result, f"the result of cell `{name}`")
+            for leaf in leaves:
+                if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
+                    raise TypeError(
+                        f"cell `{name}` returned {checks.shown(leaf)}; "
+                        "expected an array or a pytree of arrays. Return arrays only, and pass "
+                        "other results around the cell."
+                    )
+            trees.append(tree)
+            return leaves
+
+        def traced():
+            return jax.make_jaxpr(flat)(shared_avals, operand_avals)
+
+        with pause():
+            jaxpr = self._traced_alone(name, traced) if alone else traced()
+            if jaxpr.effects:
+                raise TypeError(
+                    f"cell `{name}` has the side effect {next(iter(jaxpr.effects))} (a print, a "
+                    "callback or a reference); expected a pure function, since batches pad and "
+                    "reorder calls. Return the value and look at it outside."
+                )
+            if not jaxpr.out_avals:
+                raise TypeError(
+                    f"cell `{name}` returned {jax.tree.unflatten(trees[-1], [])!r}, which holds no "
+                    "array; expected an array or a pytree of arrays. Did you forget `return`?"
+                )
+            return self._closed(name, may_differ(one_by_one(jaxpr)), trees[-1], shared)
+
+    def _traced_alone(self, name: str, traced: Callable) -> Any:
+        """Returns the jaxpr of user code, or raises an error if it keeps a traced value."""
+        try:
+            with only_new_garbage(), jax.checking_leaks():
+                return traced()
+        except Exception as error:
+            # JAX's search for who keeps a value fails itself with some holders.
+            if "leaked trace" not in str(error).lower() and not isinstance(error, IndexError):
+                raise
+        before = set(map(id, gc.get_objects()))
+        jaxpr = traced()
+        tracers = [x for x in live_tracers() if id(x) not in before]
+        if is_kept(tracers, before):
+            raise EscapedValueError(
+                f"cell `{name}` keeps a traced value after it returns (a side effect); "
+                "expected a pure function. Return the value instead of storing it in a "
+                "list, global or attribute."
+            )
+        return jaxpr
+
+    def _closed(self, name, jaxpr, tree, shared):
+        """Makes shared values among the constants of a jaxpr its leading arguments.
+
+        JAX refuses a gradient of what a function with a rule for the reverse closes over, or
+        through loops. Arrays reached, and values that do not move, have none.
+        """
+        extra = []
+        lifted = [isinstance(c, Tracer) or id(c) in self.reached for c in jaxpr.consts]
+        for const in itertools.compress(jaxpr.consts, lifted):
+            if id(const) in self.reached:
+                extra.append(self.outer(self.reached[id(const)], jax.typeof(const)))
+            else:
+                index = getattr(const, "shared_index", None)
+                if index is None:
+                    raise SymbolicValueError(
+                        f"cell `{name}` uses a symbolic or traced value of type "
+                        f"{const.aval.str_short()} that is not among its arguments and that "
+                        "neither it nor a function in it closes over (a container or an object "
+                        "holds it); pass the value to the cell as an argument."
+                    )
+                extra.append(index)
+        has_loops = any(map(cares_for_padding, jaxpr.eqns))
+        refuses = has_loops or performs(jaxpr, "custom_vjp_call")
+        stays = (lambda s: not self._moves(s)) if has_loops else self._is_array_reached
+        stopped = [refuses and stays(s) for s in (*extra, *shared)]
+        if not extra and not any(stopped):
+            return jaxpr.replace(consts=list(map(owned, jaxpr.consts))), tree, ()
+
+        def call(leading, args):
+            values = [*leading, *args]
+            for i in itertools.compress(range(len(values)), stopped):
+                values[i] = jax.lax.stop_gradient(values[i])
+            leading, args = iter(values[: len(extra)]), values[len(extra) :]
+            pairs = zip(jaxpr.consts, lifted, strict=True)
+            consts = [next(leading) if is_lifted else owned(c) for c, is_lifted in pairs]
+            return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *args)
+
+        avals = [self.shared[s].aval for s in extra], list(jaxpr.in_avals)
+        return jax.make_jaxpr(call)(*avals), tree, tuple(extra)
+
+    def _moves(self, index: int) -> bool:
+        """Returns whether something may be differentiated by a shared value."""
+        value = self.shared[index]
+        if value.call is not None:
+            return any(map(self._moves, value.follows))
+        return value.array is None and not self._is_array_reached(index)
+
+    def _is_array_reached(self, index: int) -> bool:
+        array = self.arrays_reached.get(self.shared[index].tracer)
+        return array is not None and not isinstance(array, Tracer)
+
+    # --- shared values ---
+
+    def is_bounded(self, key: Hashable, call: Callable, args: Sequence[Any]) -> bool:
+        """Returns whether an operation has loops with a bound, which nodes alone observe."""
+        if not self.bounds_loops:
+            return False
+        full = ("bounded", key)
+        if full not in self._ids:
+            with pause():
+                closed = jax.make_jaxpr(lambda *xs: call(*xs))(*map(jax.typeof, args))
+            self._ids[full] = performs(closed, "while")
+        return self._ids[full]
+
+    def shared_results(self, key: tuple, call: Callable, args: tuple[int, ...]) -> list[int]:
+        """Ids of the results of `call(*shared values)`, which is traced if it is new.
+
+        `key` is the operation and the constants it reads.
+        """
+        full = ("shared", key, args)
+        results = self._ids.get(full)
+        if results is None:
+            values = derived(key[0], call, args, self.shared)
+            results = self._ids[full] = list(map(self._share, values))
+        return results
+
+    def closed_over(self, array: object) -> int:
+        """The id of a concrete array that the function closes over."""
+        key = ("array", Same(array))
+        if key not in self._ids:
+            self._ids[key] = self._share(SharedValue(jax.typeof(array), array=array))
+            self.warn_if_many("arrays", key, "an operation reads")
+        return self._ids[key]
+
+    def outer(self, name: Hashable, aval: Any) -> int:
+        """The id of a tracer that the function closes over, or of a lazy scope's weight."""
+        key = ("tracer", name, aval)
+        if key not in self._ids:
+            self._ids[key] = self._share(SharedValue(aval, tracer=name))
+            if isinstance(name, AccessPath):
+                self.warn_if_many("arrays", key, "an operation reads")
+        return self._ids[key]
+
+    def _share(self, value: SharedValue) -> int:
+        """The id of a new shared value."""
+        self.shared.append(value)
+        return len(self.shared) - 1
+
+    def prologue(self, wanted: Sequence[Sequence[int]]) -> tuple[Callable, list[int]]:
+        """Returns a function that computes shared values, and ids of closed-over ones it needs.
+
+        The function maps the leaves of the shared arguments followed by those closed-over
+        values to one list of values for each list of ids wanted.
+        """
+        return prologue(self.shared, self.num_leaves, wanted)
+
+    def is_transient(self, index: int) -> bool:
+        """Returns whether a shared value depends on a tracer that the function closes over."""
+        if index not in self._known_transient:
+            value = self.shared[index]
+            transient = isinstance(value.tracer, int) or any(map(self.is_transient, value.args))
+            self._known_transient[index] = transient
+        return self._known_transient[index]
+
+    def varies(
+        self, operation: Hashable, args: tuple[int, ...], numbers: tuple, arrays: tuple = ()
+    ) -> bool:
+        """Returns whether an operation on shared values depends on the instance after all.
+
+        Its numbers or arrays may differ from one instance to the next, or how often it is repeated;
+        then there are as many shared values as instances, and each is compiled.
+
+        Args:
+          operation: what is done.
+          args: the shared values.
+          numbers: the scalars among its other arguments.
+          arrays: the arrays among them.
+        """
+        if any(self.shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
+            return True
+        of, holds = (operation, args), self.assumptions.holds
+        return not (
+            holds("variants", ("numbers", *of), numbers, MAX_CONSTANT_NUMBERS)
+            and (not arrays or holds("variants", ("arrays", *of), arrays, MAX_CONSTANT_ARRAYS))
+        )
+
+    def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
+        """Warns once something, as `what` says it, has been met with many closures."""
+        known = self.assumptions.version("closures")
+        self.assumptions.holds("closures", of, variant, MANY_CLOSURES - 1)
+        if self.assumptions.version("closures") > known:
+            warnings.warn(
+                f"{what} has been met with {MANY_CLOSURES} different closures, each of which makes "
+                "node types of its own that are compiled and batched by themselves. Pass what "
+                "changes as a positional argument, and arrays as part of the instance; "
+                "`help(jedbatch.errors.RecompilationWarning)` says more.",
+                RecompilationWarning,
+                stacklevel=2,
+            )
+            self.warned.add(RecompilationWarning)
