@@ -91,16 +91,23 @@ class CallSpec:
       results: value type ids of its results.
       tree: pytree structure of what it returns; None if that is one array.
       unit: token of a result that stays as it is, such as a tuple; else None.
+      made_values: (position of an operand, type of the node that makes it, ...), of operands that
+        are shared values in the call; these nodes are recorded right before.
     """
 
-    __slots__ = ("arity", "node_type", "results", "tree", "unit")
+    __slots__ = ("arity", "made_values", "node_type", "results", "tree", "unit")
 
-    def __init__(self, node_type, arity, results, tree, unit):
+    def __init__(self, node_type, arity, results, tree, unit, made_values=()):
         self.node_type = node_type
         self.arity = arity
         self.results = results
         self.tree = tree
         self.unit = unit
+        self.made_values = made_values
+
+    def making(self, made_values: tuple[int, ...]) -> "CallSpec":
+        """Returns the same for calls some of whose operands have to be made first."""
+        return CallSpec(self.node_type, self.arity, self.results, self.tree, self.unit, made_values)
 
 
 @dataclass(eq=False)

@@ -312,6 +312,39 @@ def test_later_minibatches_take_the_fast_path(name, taken):
     assert 0 < first == len(taken)
 
 
+def test_calls_take_the_fast_path_where_shared_arrays_are_values(taken):
+    params = {name: jnp.full(3, k + 1.0) for k, name in enumerate("vxyz")}
+
+    def evaluate(params, tree):
+        if isinstance(tree, str):
+            return params[tree]
+        name, *of = tree
+        a, b = (evaluate(params, t) for t in of)
+        return join({"b": params["v"]}, (a, name), {"of": b})
+
+    @jedbatch.cell
+    def join(weights, left, right):
+        return left[0] * jnp.tanh(right["of"]) + weights["b"]
+
+    rng = np.random.default_rng(0)
+
+    def tree(depth):
+        if depth == 0 or rng.random() < 0.2:
+            return str(rng.choice(list("xyz")))
+        return ("join", tree(depth - 1), tree(depth - 1))
+
+    minibatches = [[("join", tree(4), tree(4)) for _ in range(8)] for _ in range(6)]
+    batched = jedbatch.batch(evaluate)
+    for trees in minibatches[:-1]:
+        batched.plan(params, trees)
+    taken.clear()
+    got = batched(params, minibatches[-1])
+    assert not taken
+    assert batched.plan(params, minibatches[-1]).host.slow_calls == 0
+    expected = jnp.stack([evaluate(params, t) for t in minibatches[-1]])
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
 OTHERS = ("power", "with itself", "negation", "a row")  # are recorded in other ways
 
 

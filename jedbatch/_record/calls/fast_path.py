@@ -122,7 +122,12 @@ def fast_path_in_python(recorder: RecorderLike) -> Callable:
             call_spec = None
         if call_spec is None:
             return recorder.slow_path(cell, args, static)
-        references.extend(described.reads)
+        reads = described.reads
+        made_values = iter(call_spec.made_values)
+        for position, node_type in zip(made_values, made_values, strict=True):
+            (index,) = recorder.registry.node_types[node_type].shared
+            reads.insert(position, recorder.shared_value(Shared(recorder, index)).index)
+        references.extend(reads)
         call_specs.append(call_spec.node_type)
         index = counter[0]
         counter[0] = index + len(call_spec.results)

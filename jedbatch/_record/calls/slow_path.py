@@ -6,6 +6,7 @@ not, and so are symbolic values that the function holds, and numbers that differ
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -45,7 +46,8 @@ from jedbatch.errors import SymbolicValueError
 
 def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> PyTree:
     """Records a call of a cell: any pytrees of anything."""
-    registry, num_nodes = recorder.registry, len(recorder.call_specs)
+    registry = recorder.registry
+    num_nodes, num_values = len(recorder.call_specs), recorder.num_values
     lifting = registry.lifting
     while True:
         skeleton, lifted = registry.numbers_held(cell.fn, recorder.computed)
@@ -74,15 +76,32 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
     try:
         if lifted is not None:
             raise NotDescribedError  # numbers that are operands, as they are meant to be
-        if len(recorder.call_specs) > num_nodes:
-            raise NotDescribedError  # a weight is a value here, which no user can help
         if call_spec.node_type in registry.unseen:
             raise NotDescribedError("reads arrays that no argument shows; pass them")
-        registry.remember(recorder.description(cell, args, static), call_spec)
+        made_values = _made_values(recorder, references, num_nodes, num_values)
+        described = recorder.description(cell, args, static)
+        registry.remember(described, call_spec.making(made_values) if made_values else call_spec)
     except NotDescribedError as error:
         registry.slow_calls[cell.name, str(error)] += 1
     recorder.references += references
     return recorder.record(call_spec)
+
+
+def _made_values(
+    recorder: RecorderLike, references: Sequence[int], num_nodes: int, num_values: int
+) -> tuple[int, ...]:
+    """Returns the operands of a call that were made of shared values (see `CallSpec`).
+
+    Args:
+      recorder: the recorder.
+      references: of the operands.
+      num_nodes: recorded before the call; each node since then has made one value.
+      num_values: recorded before the call.
+    """
+    made = recorder.call_specs[num_nodes:]
+    of_value = dict(enumerate(made, num_values))
+    places = [(k, of_value[i]) for k, i in enumerate(references) if i in of_value]
+    return tuple(itertools.chain.from_iterable(places))
 
 
 def _reads_no_number(

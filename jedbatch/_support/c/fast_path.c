@@ -44,7 +44,7 @@ typedef struct {
 } FastPath;
 
 static PyTypeObject *fast_path_type;
-static PyObject *name_results, *name_node_type, *name_tree, *name_unit;
+static PyObject *name_results, *name_node_type, *name_tree, *name_unit, *name_made_values;
 static PyObject *name_described_cell, *name_shape, *name_dtype, *name_copy, *name_symbol, *name_unflatten;
 
 /* What a call is made of, as far as it has been looked at: pairs of words, one of those below and
@@ -651,9 +651,10 @@ make_way(const Call *call, PyObject *call_spec)
     way->call_spec = Py_NewRef(call_spec);
     way->kinds = PyObject_GetAttr(call_spec, name_results);
     way->unit = PyObject_GetAttr(call_spec, name_unit);
+    way->made_values = PyObject_GetAttr(call_spec, name_made_values);
     way->num_results = way->kinds == NULL ? -1 : PyTuple_Size(way->kinds);
     if (tree == NULL || way->held == NULL || way->id < 0 || way->unit == NULL ||
-        way->num_results < 0) {
+        way->made_values == NULL || way->num_results < 0) {
         Py_XDECREF(tree);
         free_way(way);
         return NULL;
@@ -869,24 +870,34 @@ make_tree(FastPath *self, int64_t first, PyObject *kinds, PyObject *call_spec)
     return results;
 }
 
-/* Writes the node of a call, whose results begin with number `*first`. */
+/* Writes the node of a call, whose results begin with number `*first`, and those of the shared
+ * values that are operands of it. */
 static int
 write_node(FastPath *self, const Way *way, const Words *reads, int64_t *first)
 {
     Ints *references = (Ints *)self->references, *counter = (Ints *)self->counter;
-    Py_ssize_t num_reads = references->count;
+    Ints *call_specs = (Ints *)self->call_specs;
+    Py_ssize_t num_reads = references->count, num_nodes = call_specs->count;
+    Py_ssize_t num_made = PyTuple_Size(way->made_values) / 2, made = 0, read = 0;
     int failed = counter->count != 1;
     if (failed)
         PyErr_SetString(PyExc_ValueError, "expected the number of results");
-    for (Py_ssize_t i = 0; !failed && i < reads->count; i++)
-        failed = append_int(references, (int64_t)(intptr_t)reads->words[i]) < 0;
-    failed = failed || append_int((Ints *)self->call_specs, way->id) < 0;
+    for (Py_ssize_t i = 0; !failed && i < reads->count + num_made; i++)
+        if (made < num_made &&
+            PyLong_AsSsize_t(PyTuple_GetItem(way->made_values, 2 * made)) == i) {
+            PyObject *id = PyTuple_GetItem(way->made_values, 2 * made + 1);
+            failed = append_int(call_specs, PyLong_AsLongLong(id)) < 0 ||
+                     append_int(references, counter->items[0] + made++) < 0;
+        } else
+            failed = append_int(references, (int64_t)(intptr_t)reads->words[read++]) < 0;
+    failed = failed || append_int(call_specs, way->id) < 0;
     if (failed) {
         references->count = num_reads;
+        call_specs->count = num_nodes;
         return -1;
     }
-    *first = counter->items[0];
-    counter->items[0] += way->num_results;
+    *first = counter->items[0] + num_made;
+    counter->items[0] = *first + way->num_results;
     return 0;
 }
 
@@ -1179,6 +1190,7 @@ init_fast_path(PyObject *module)
     name_node_type = PyUnicode_InternFromString("node_type");
     name_tree = PyUnicode_InternFromString("tree");
     name_unit = PyUnicode_InternFromString("unit");
+    name_made_values = PyUnicode_InternFromString("made_values");
     name_described_cell = PyUnicode_InternFromString("described_cell");
     name_shape = PyUnicode_InternFromString("shape");
     name_dtype = PyUnicode_InternFromString("dtype");

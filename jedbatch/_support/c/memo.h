@@ -53,6 +53,7 @@ typedef struct {
     Py_ssize_t count;
     PyObject *held, *call_spec, *kinds, *unit;
     PyObject *nested; /* the numbers of results in tuples of tuples, if that is their structure */
+    PyObject *made_values; /* the operands that are made first, as in `CallSpec` */
     int64_t id;
     Py_ssize_t num_results;
     int is_single, is_flat; /* an array; a flat tuple */
