@@ -14,13 +14,14 @@ from typing import Any
 import jax
 from jax.extend.core import Jaxpr, Primitive, set_current_trace
 
+from jedbatch import checks
 from jedbatch._record.operations.symbols import Symbol
 from jedbatch._support.types import Leaf
 
 PROGRAMS = {"jit", "remat2"}  # operations that run a program, and do nothing else
 MAX_PROGRAMS = 4  # of a function that is not inlined
 JAX_FOLDER = os.path.dirname(jax.__file__) + os.sep
-INSTALLED = JAX_FOLDER, "site-packages", os.path.dirname(os.path.dirname(__file__)) + os.sep
+INSTALLED = JAX_FOLDER, "site-packages", os.path.dirname(checks.__file__) + os.sep
 
 
 def record_inlined(
