@@ -266,8 +266,9 @@ class NoCellsWarning(PerformanceWarning):
     **Cure.** Mark what is done for one node as a cell. The message names the functions in which
     most operations are performed: those called by a function that recurs or loops, to be marked as
     they are, or that function itself, where what it does for one node is to be a function of its
-    own. Where planning does not matter, as with few instances that come again, choose
-    `jedbatch.batch(fn, granularity="auto")`, which does not warn.
+    own. Operations that instances choose one by one, as in expressions, are called as cells:
+    `jedbatch.cell(jnp.add)`. Where planning does not matter, as with few instances that come
+    again, choose `jedbatch.batch(fn, granularity="auto")`, which does not warn.
 
         # instead of                          write
         def node(params, left, right):        @jedbatch.cell

@@ -12,10 +12,13 @@ at ten microseconds or more each. Where that are many, it is warned of, with the
 of them are performed in and what they cost.
 
 Where operations that follow on each other are always different ones, as in expressions of single
-operations, there is nothing to merge, and a node an operation is what cells would give.
+operations, there is nothing to merge, and a node an operation is what cells would give. But a call
+of a cell is recorded at once, so such operations are warned of, too.
 """
 
 from collections.abc import Sequence
+
+import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
@@ -30,8 +33,7 @@ from jedbatch.errors import NoCellsWarning
 
 MIN_INSTANCES = 8  # recorded in both ways before it is decided
 MIN_NODES = 512  # recorded before that is begun
-MANY_OPERATIONS = 4096  # of a minibatch that are worth a warning,
-MANY_A_NODE = 4  # if so many became a node,
+MANY_OPERATIONS = 2048  # of a minibatch that are worth a warning,
 MOST_NAMED, PART = 3, 0.1  # which names so many functions, each with so much of them
 FEWER = 2 / 3  # merging pays if this part of nodes and of batches is left, or less
 
@@ -46,12 +48,14 @@ class Merging:
       blocks: that merge operations, and learn from these minibatches.
       is_decided: whether enough has been met.
       pays: whether operations are to be merged.
+      has_cells: whether the function calls some.
     """
 
     def __init__(self, registry: Registry):
         self.blocks = Blocks(registry)
         self.is_decided = False
         self.pays = False
+        self.has_cells = False
         self._num_nodes = 0
         self._num_compared = 0
 
@@ -61,7 +65,7 @@ class Merging:
         if len(graph.node_type) <= len(records):  # one operation or none
             return False
         if any(_is_cell(graph, t) for t in graph.present_types):
-            self.is_decided = True
+            self.is_decided = self.has_cells = True
         self._num_nodes += len(graph.node_type)
         return not self.is_decided and self._num_nodes >= MIN_NODES
 
@@ -77,22 +81,21 @@ class Merging:
         self.pays = types_left <= types and all(left <= FEWER * num for num, left in others)
 
 
-def warn_if_costly(blocks: Blocks, graph: Graph, seconds: float, warned: set[type]) -> None:
-    """Warns of many operations that few calls of cells would take the place of.
+def warn_if_costly(blocks: Blocks, graph: Graph, seconds: float, registry: Registry) -> None:
+    """Warns of many operations that calls of cells would take the place of.
 
     Args:
-      blocks: that merged them.
+      blocks: that merged them, if that pays.
       graph: of the new instances of a minibatch, merged.
       seconds: that recording them has taken.
-      warned: which warnings there have been.
+      registry: has the lines of operations, and which warnings there have been.
     """
-    if NoCellsWarning in warned:
+    if NoCellsWarning in registry.warned:
         return
     operations, num_nodes = blocks.operations(graph), len(graph.node_type)
-    total = operations.total()
-    if total < max(MANY_OPERATIONS, MANY_A_NODE * num_nodes):
+    total, single = operations.total(), operations.pop(None, 0)
+    if total < MANY_OPERATIONS:
         return
-    del operations[None]
     units = [u for u, num in operations.most_common(MOST_NAMED) if u and num >= PART * total]
     cures = []
     if parts := [u for u in units if not u.is_whole]:
@@ -102,15 +105,29 @@ def warn_if_costly(blocks: Blocks, graph: Graph, seconds: float, warned: set[typ
             "make a function with `@jedbatch.cell` above it of what is done for one node in "
             f"{_places(wholes)}"
         )
+    if not cures and single:
+        cures.append(
+            f"call cells, such as `jedbatch.cell(jnp.add)`, in place of {_single(graph, registry)}"
+        )
+    a_node = f"{1e6 * seconds / num_nodes:.0f} µs for each of the {num_nodes} nodes"
+    merged = f", or {a_node} that they were merged into" if num_nodes < total else ""
     warn_once(
         NoCellsWarning,
         f"a minibatch was recorded operation by operation: {total} of them, in "
-        f"{1e3 * seconds:.0f} ms, {1e6 * seconds / total:.1f} µs each, or "
-        f"{1e6 * seconds / num_nodes:.0f} µs for each of the {num_nodes} nodes that they were "
-        "merged into. A call of a cell is recorded at once, in about one: "
+        f"{1e3 * seconds:.0f} ms, {1e6 * seconds / total:.1f} µs each{merged}. "
+        "A call of a cell is recorded at once, in about one: "
         f"{'; '.join(cures) or 'write `@jedbatch.cell` above what is done for one node'}",
-        warned,
+        registry.warned,
     )
+
+
+def _single(graph: Graph, registry: Registry) -> str:
+    """Returns the names of the operations that most nodes are, and where each was met first."""
+    counts = np.bincount(graph.node_type, minlength=len(graph.types))
+    counts[[not t.operands for t in graph.types]] = 0  # shared values
+    most = np.argsort(-counts, kind="stable")[:MOST_NAMED].tolist()
+    names = [(str(graph.types[t]), registry.lines.get(t)) for t in most if counts[t]]
+    return ", ".join(f"`{name}` ({line})" if line else f"`{name}`" for name, line in names)
 
 
 def _places(units: Sequence[Unit]) -> str:

@@ -110,7 +110,7 @@ class RecordCache:
       lists: merges what is done with lists outside of cells; None if operations are kept apart.
       readouts: merges what is done after the last cells; None if operations are kept apart.
       merging: says whether to merge nodes; None if that is decided.
-      unmarked: merges nodes of a function unasked; None if it does not.
+      unmarked: merges nodes of a function without cells unasked; None if it has some.
       by_key: records, by the key of the instance.
       by_id: (instance, record) by the id of an instance that cannot change.
       with_arrays: records of instances with arrays, as long as lengths do not matter.
@@ -274,7 +274,7 @@ class RecordCache:
             if self.merging.pays:
                 self.grouping = self.merging.blocks
                 self.forget_records()
-            else:
+            elif self.merging.has_cells:
                 self.unmarked = None
             self.merging = None
 

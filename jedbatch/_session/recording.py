@@ -363,7 +363,7 @@ def record_either_way(cache: RecordCache, record: Callable) -> Any:
         recorded = merged if cache.merging.pays else recorded
     cache.decide()
     if cache.unmarked is not None:
-        warn_if_costly(cache.unmarked, merged[0][0].whole, seconds, cache.registry.warned)
+        warn_if_costly(cache.unmarked, merged[0][0].whole, seconds, cache.registry)
     return recorded
 
 

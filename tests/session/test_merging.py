@@ -158,6 +158,7 @@ def test_what_has_nothing_to_merge_stays_as_it_is(fn, instances):
     assert graph.operand.tolist() == other.operand.tolist()
 
 
+@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
 def test_arrays_of_any_length_are_still_packed():
     """Those of another length are recorded for all lengths, as if nothing had been merged."""
 
@@ -199,6 +200,7 @@ def test_decisions_on_values_and_closures():
     assert_close(batched(PARAMS, deciding), loop(fn, PARAMS, deciding))
 
 
+@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
 def test_warming_and_learning():
     """Both record before anything is planned."""
     batched = jedbatch.batch(encode)
@@ -295,6 +297,35 @@ def test_costly_recording_is_warned_of_at_once(name):
     each, node = float(found[3]), int(found[4])
     assert each * num_operations / 1e3 == pytest.approx(int(found[2]), rel=0.1)
     assert node == pytest.approx(each * num_operations / num_nodes, rel=0.1)
+
+
+def test_single_operations_are_warned_of():
+    """Nothing is merged where each operation follows on any other; cells are recorded at once."""
+    operations = {"add": jnp.add, "multiply": jnp.multiply, "divide": jnp.divide}
+
+    def evaluate(params, tree):
+        if isinstance(tree, int):
+            return params["E"][tree]
+        name, left, right = tree
+        return operations[name](evaluate(params, left), evaluate(params, right))
+
+    rng = np.random.default_rng(3)
+
+    def expression(depth):
+        if depth == 0:
+            return int(rng.integers(20))
+        name = str(rng.choice(list(operations)))
+        return name, expression(depth - 1), expression(depth - 1)
+
+    instances = [expression(6) for _ in range(40)]
+    with pytest.warns(NoCellsWarning, match=r"as `jedbatch\.cell\(jnp\.add\)`, in") as warned:
+        plan = jedbatch.batch(evaluate).plan(PARAMS, instances, gradient=False)
+    assert f"{__file__}:{evaluate.__code__.co_firstlineno + 4}" in str(warned[0].message)
+    assert "merged" not in str(warned[0].message)
+    cells = {name: jedbatch.cell(operation) for name, operation in operations.items()}
+    expected = len(plan.graph.node_type)
+    operations |= cells
+    assert len(jedbatch.batch(evaluate).plan(PARAMS, instances).graph.node_type) <= expected
 
 
 def test_recording_is_warned_of_once_and_only_unasked():
