@@ -10,6 +10,7 @@ from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._kernel.target import Target, checked_target
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.arguments import checked_axes
+from jedbatch._session.core import Core
 from jedbatch._session.options import ONE_EXECUTOR, Options
 from jedbatch._support.types import (
     ControlFlowName,
@@ -246,4 +247,4 @@ def batch(
         max_steps,
         LaneCounter() if checks.flag("batch", "count_steps", count_steps) else None,
     )
-    return Batched(fn, axes, out_axes, policy, options.checked("batch"), lane_policy)
+    return Batched(Core(fn, axes, out_axes, policy, options.checked("batch"), lane_policy))

@@ -4,9 +4,9 @@ Its first half, `plan`, is host work in NumPy; the second, `apply`, is one XLA p
 users see of a `Core`, which does all of it.
 """
 
+import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 from jax.sharding import Mesh
@@ -24,15 +24,14 @@ from jedbatch._batch.warming import warm
 from jedbatch._export.exported import NO_EXECUTABLES, Exported
 from jedbatch._export.exporting import export, graph
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.lane_policies import LanePolicy, checked_lane_policy, least_loss
-from jedbatch._jaxpr.lane_steps import LaneCounter, LaneSteps
+from jedbatch._jaxpr.lane_policies import LanePolicy, checked_lane_policy
+from jedbatch._jaxpr.lane_steps import LaneSteps
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.executors import median_seconds
 from jedbatch._program.plan import Plan
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.core import Core
-from jedbatch._session.options import Options
 from jedbatch._session.round import Rounds
 from jedbatch._support.types import PyTree
 
@@ -46,25 +45,13 @@ class Batched(Generic[*Given, Result]):
     Use it like the function, with sequences of instances; `plan` and `apply` are its two halves.
     """
 
-    def __init__(
-        self,
-        fn: Callable,
-        in_axes: int | tuple[int | None, ...],
-        out_axes: int | None,
-        policy: Policy | None,
-        options: Options,
-        lane_policy: LanePolicy = least_loss,
-    ):
-        functools.update_wrapper(self, fn, updated=())
-        self._core = Core(fn, in_axes, out_axes, policy, options, lane_policy)
+    def __init__(self, core: Core):
+        functools.update_wrapper(self, core.fn, updated=())
+        self._core = core
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Returns what copies and pickles are made of; they have empty caches, and learn anew."""
-        core = self._core
-        policy = None if isinstance(core.policy, Adaptive) else core.policy
-        options = replace(core.options, counter=core.options.counter and LaneCounter())
-        given = core.fn, core.arguments.axes, core.out_axes, policy, options, core.lane_policy
-        return type(self), given
+        return type(self), (copy.copy(self._core),)
 
     @property
     def in_axes(self) -> int | tuple[int | None, ...]:

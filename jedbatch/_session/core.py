@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from jax.core import ShapedArray
 from jedbatch._jaxpr.configuration import any_traced, configuration, without_mesh
 from jedbatch._jaxpr.identity import Same, tree_key
 from jedbatch._jaxpr.lane_policies import LanePolicy, least_loss
+from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.host_arrays import results_from
 from jedbatch._program.output_spec import Slice, TileRun
@@ -85,6 +87,13 @@ class Core:
         self._types_of_leaves = TypesOfLeaves()
         self._compiled_before = 0  # programs that were forgotten
         self._keeping = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Returns what copies and pickles are made of; they have empty caches, and learn anew."""
+        policy = None if isinstance(self.policy, Adaptive) else self.policy
+        options = replace(self.options, counter=self.options.counter and LaneCounter())
+        given = self.fn, self.arguments.axes, self.out_axes, policy, options, self.lane_policy
+        return type(self), given
 
     def twin(self, **changes: Any) -> "Core":
         """Returns the same function with empty caches, and with what is given in place of its."""
