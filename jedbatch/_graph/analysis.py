@@ -3,7 +3,10 @@
 A group of types that read each other in a cycle is a strongly connected component of the graph
 of types. Paths between nodes of one type stay inside of its component, so that ranks and chains
 are computed component by component. Letters are those of `_graph.graph`; edges are a pair of
-makers and readers, int32[...] each, by reader. Most of this has a twin in C (`_support/c/graph.c`).
+makers and readers, int32[...] each, by reader.
+
+The compiled core finds edges, relations of types, chains and ranks in one pass, where types do not
+read each other (see `_schedule.components`).
 """
 
 import functools
@@ -11,22 +14,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jedbatch._graph.paths import (
-    int32_arrays,
-    int64_arrays,
-    longest_chains,
-    longest_paths,
-    pointers,
-)
+from jedbatch._graph.paths import int32_arrays, longest_chains, longest_paths, pointers
 from jedbatch._support.native import core
 
 # Share of the edges inside of a type that are in chains, for it to make chains.
 MIN_CHAINED_SHARE = 0.9
 
-# Types up to which the compiled core looks at all pairs of them.
-MANY_TYPES = 128
-# Types that read each other up to which the compiled core follows the chains of each.
-MANY_TOGETHER = 16
+MANY_TYPES = 128  # up to which the compiled core looks at all pairs of them
 
 Edges = tuple[np.ndarray, np.ndarray]
 
@@ -55,13 +49,7 @@ def find_edges(
       operand_ptr: int64[N + 1] and
       operand: int32[E], what each node reads.
     """
-    compiled, num_nodes = core(), len(node_type)
-    if compiled is not None:
-        ptr = np.empty(num_nodes + 1, np.int64)
-        maker, reader = np.empty((2, len(operand)), np.int32)
-        given = *int32_arrays(node_type, num_results), *int64_arrays(operand_ptr)
-        m = compiled.find_edges((*given, *int32_arrays(operand), ptr, maker, reader))
-        return ptr, maker[:m], reader[:m]
+    num_nodes = len(node_type)
     value_node = np.repeat(np.arange(num_nodes, dtype=np.int32), num_results[node_type])
     operand_reader = np.repeat(np.arange(num_nodes, dtype=np.int32), np.diff(operand_ptr))
     internal = np.flatnonzero(operand >= 0)
@@ -82,11 +70,6 @@ def readers(num_nodes: int, edges: Edges) -> tuple[np.ndarray, np.ndarray]:
 
 def sorted_by(key: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns (int64[keys + 1], int32[len]): where each key begins, and the places with it."""
-    compiled = core()
-    if compiled is not None:
-        ptr, place = np.empty(num_keys + 1, np.int64), np.empty(len(key), np.int32)
-        compiled.sort_by((*int32_arrays(key), ptr, place))
-        return ptr, place
     ptr = pointers(np.bincount(key, minlength=num_keys))
     if num_keys < 1 << 15:
         key = key.astype(np.int16)  # sorted by radix
@@ -96,12 +79,7 @@ def sorted_by(key: np.ndarray, num_keys: int) -> tuple[np.ndarray, np.ndarray]:
 def heights(num_nodes: int, edges: Edges) -> np.ndarray:
     """Returns int32[N], edges on the longest path that begins in each node."""
     maker, reader = edges
-    compiled = core()
-    if compiled is None:
-        return longest_paths(num_nodes, reader[::-1], maker[::-1])
-    height = np.zeros(num_nodes, np.int32)
-    compiled.longest_ahead((*int32_arrays(maker, reader), height))
-    return height
+    return longest_paths(num_nodes, reader[::-1], maker[::-1])
 
 
 def induced(
@@ -114,12 +92,6 @@ def induced(
     place = np.full(num_types, -1, np.int32)
     place[types] = np.arange(len(types))
     maker, reader = edges
-    compiled = core()
-    if compiled is not None:
-        nodes = np.empty(len(node_type), np.int64)
-        inner = np.empty((2, len(maker)), np.int32)
-        n, m = compiled.induce((*int32_arrays(node_type, maker, reader, place), nodes, *inner))
-        return nodes[:n], place, (inner[0, :m], inner[1, :m])
     is_inside = place[node_type] >= 0
     index = np.cumsum(is_inside, dtype=np.int32) - np.int32(1)
     inside = is_inside[maker] & is_inside[reader]
@@ -133,11 +105,6 @@ def ranks(
 
     Nodes of types outside of the components are of rank 0.
     """
-    if not components:
-        return np.zeros(len(node_type), np.int32)
-    found = _compiled_chains(node_type, num_types, edges, components, is_ahead=False)
-    if found is not None:
-        return found - np.int32(1)
     rank = np.zeros(len(node_type), np.int32)
     for types in components:
         nodes, place, inner = induced(node_type, num_types, edges, types)
@@ -149,9 +116,6 @@ def chains(
     node_type: np.ndarray, num_types: int, edges: Edges, components: Sequence[Sequence[int]]
 ) -> np.ndarray:
     """Returns int32[N]: nodes of its type on a longest path that begins in each, it included."""
-    found = _compiled_chains(node_type, num_types, edges, components, is_ahead=True)
-    if found is not None:
-        return found
     chain = np.ones(len(node_type), np.int32)
     for types in components:
         nodes, place, (maker, reader) = induced(node_type, num_types, edges, types)
@@ -161,37 +125,9 @@ def chains(
     return chain
 
 
-def _compiled_chains(
-    node_type: np.ndarray,
-    num_types: int,
-    edges: Edges,
-    components: Sequence[Sequence[int]],
-    *,
-    is_ahead: bool,
-) -> np.ndarray | None:
-    """Returns int32[N]: nodes of its type on a longest path that begins in each, or ends there.
-
-    None if there is no compiled core, or too many types read each other.
-    """
-    compiled = core()
-    if compiled is None or max(map(len, components), default=0) > MANY_TOGETHER:
-        return None
-    component = np.full(num_types, -1, np.int32)
-    for i, types in enumerate(components):
-        component[types] = i
-    longest = np.empty(len(node_type), np.int32)
-    compiled.find_chains(int(is_ahead), (*int32_arrays(node_type, *edges, component), longest))
-    return longest
-
-
 def chain_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarray:
     """Returns bool[T]: types with at least `MIN_CHAINED_SHARE` of their inner edges in chains."""
     maker, reader = edges
-    compiled = core()
-    if compiled is not None:
-        num_edges, num_links = np.empty((2, num_types), np.int64)
-        compiled.find_chained((*int32_arrays(node_type, maker, reader), num_edges, num_links))
-        return (num_links >= MIN_CHAINED_SHARE * num_edges) & (num_edges > 0)
     same = node_type[maker] == node_type[reader]
     maker, reader = maker[same], reader[same]
     num_readers = np.bincount(maker, minlength=len(node_type))
@@ -205,11 +141,6 @@ def chain_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarr
 def changes_of_type(node_type: np.ndarray, edges: Edges, height: np.ndarray) -> np.ndarray:
     """Returns bool[N]: whether a longest path goes on from the node to one of another type."""
     maker, reader = edges
-    compiled = core()
-    if compiled is not None:
-        turns = np.empty(len(node_type), bool)
-        compiled.find_turns((*int32_arrays(node_type, maker, reader, height), turns))
-        return turns
     onward = height[maker] == height[reader] + 1
     changes = np.zeros(len(node_type), bool)
     changes[maker[onward & (node_type[maker] != node_type[reader])]] = True
@@ -223,11 +154,6 @@ def type_relations(
 
     A path leads from one type to another if it does from some node of the one to one of the other.
     """
-    compiled = core()
-    if compiled is not None and num_types <= MANY_TYPES:
-        reads, reach = np.empty((2, num_types, num_types), bool)
-        compiled.relate_types((*int32_arrays(node_type, *edges), reads, reach))
-        return reach, reads.diagonal()
     return reachable_types(node_type, num_types, edges), reads_itself(node_type, num_types, edges)
 
 

@@ -29,9 +29,8 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
-from jedbatch._graph.paths import distinct, int32_arrays, kinds_before, ranges
+from jedbatch._graph.paths import distinct, kinds_before, ranges
 from jedbatch._graph.structures import weight_of
-from jedbatch._support.native import core
 from jedbatch.errors import NothingReadyError
 
 WIDE_BATCH = 96  # nodes from which NumPy is faster than a loop
@@ -282,11 +281,8 @@ def chain_rows(graph: Graph, left: np.ndarray | None = None) -> tuple[np.ndarray
       (int64[N] the row of each node, int64[R] nodes in each row, int64[T] the last row of each
       type).
     """
-    lengths, compiled = np.zeros(len(graph.types), np.int64), core()
-    if compiled is None:
-        np.maximum.at(lengths, graph.node_type, graph.chain)
-    else:
-        compiled.largest_by((*int32_arrays(graph.node_type, graph.chain), lengths))
+    lengths = np.zeros(len(graph.types), np.int64)
+    np.maximum.at(lengths, graph.node_type, graph.chain)
     ends = (lengths + 1).cumsum()
     row = (ends - lengths - 1)[graph.node_type] + graph.chain
     num_nodes = np.bincount(row if left is None else row[left], minlength=int(ends[-1]))

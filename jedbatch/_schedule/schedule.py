@@ -34,8 +34,6 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.graph import Graph, checked_graph
-from jedbatch._graph.paths import int32_arrays
-from jedbatch._support.native import core
 
 if TYPE_CHECKING:
     from jaxtyping import Int32, Int64
@@ -191,9 +189,6 @@ def checked_weights(came: str, weights: object, graph: Graph) -> np.ndarray:
 def longest_by_type(graph: Graph, rank: np.ndarray | None = None) -> np.ndarray:
     """int64[T], the longest chain of every type, by the ranks of nodes."""
     rank = graph.rank if rank is None else rank
-    longest, compiled = np.full(len(graph.types), -1), core()
-    if compiled is None:
-        np.maximum.at(longest, graph.node_type, rank.astype(np.int64))
-    else:
-        compiled.largest_by((*int32_arrays(graph.node_type, rank), longest))
+    longest = np.full(len(graph.types), -1)
+    np.maximum.at(longest, graph.node_type, rank.astype(np.int64))
     return longest + 1

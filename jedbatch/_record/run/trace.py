@@ -295,24 +295,17 @@ def _finish_compiled(
 
 def inputs_read(references: Sequence[np.ndarray], num_inputs: int) -> np.ndarray:
     """Returns bool[I], the inputs that references, int64[...], name as `-1 - i`."""
-    used, compiled = np.zeros(num_inputs, bool), core()
+    used = np.zeros(num_inputs, bool)
     for read in references:
-        if compiled is None:
-            used[-1 - read[read < 0]] = True
-        else:
-            compiled.mark_inputs((read, used))
+        used[-1 - read[read < 0]] = True
     return used
 
 
 def renumber_inputs(references: Sequence[np.ndarray], place: np.ndarray) -> None:
     """Makes references to inputs name their places, int64[I]."""
-    compiled = core()
     for read in references:
-        if compiled is None:
-            negative = read < 0
-            read[negative] = -1 - place[-1 - read[negative]]
-        else:
-            compiled.renumber_inputs((read, place))
+        negative = read < 0
+        read[negative] = -1 - place[-1 - read[negative]]
 
 
 def cut_inputs(registry, values, kept, owner, group) -> Iterator[InputRows]:

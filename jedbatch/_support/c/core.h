@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 23 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 24 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -26,8 +26,9 @@ int get_buffers(Buffers *buffers, PyObject *tuple, int count, const int *item_si
                 Py_ssize_t *lengths);
 void release_buffers(Buffers *buffers);
 
-/* Writes the edges of a graph (see `find_edges`, whose arrays these are) and returns how many; -1 if
- * arrays do not fit each other, or with an error without memory. */
+/* Writes the edges of a graph, once for neighbours that are equal, given its (type of nodes, results
+ * of types, operand_ptr, operands, edge_ptr, makers, readers), and returns how many; -1 if arrays do
+ * not fit each other, or with an error without memory. */
 Py_ssize_t write_edges(void *const *data, const Py_ssize_t *lengths);
 
 int init_scripts(PyObject *module);
@@ -44,18 +45,6 @@ PyObject *longest_chains(PyObject *module, PyObject *given);
 PyObject *schedule(PyObject *module, PyObject *args);
 PyObject *join(PyObject *module, PyObject *args);
 PyObject *count_nodes(PyObject *module, PyObject *given);
-PyObject *largest_by(PyObject *module, PyObject *given);
-PyObject *write_ranges(PyObject *module, PyObject *given);
-PyObject *mark_inputs(PyObject *module, PyObject *given);
-PyObject *renumber_inputs(PyObject *module, PyObject *given);
-PyObject *find_edges(PyObject *module, PyObject *given);
-PyObject *sort_by(PyObject *module, PyObject *given);
-PyObject *relate_types(PyObject *module, PyObject *given);
-PyObject *find_chained(PyObject *module, PyObject *given);
-PyObject *find_turns(PyObject *module, PyObject *given);
-PyObject *longest_ahead(PyObject *module, PyObject *given);
-PyObject *find_chains(PyObject *module, PyObject *args);
-PyObject *induce(PyObject *module, PyObject *given);
 PyObject *number_lanes(PyObject *module, PyObject *given);
 PyObject *sort_batches(PyObject *module, PyObject *given);
 PyObject *first_reads(PyObject *module, PyObject *given);

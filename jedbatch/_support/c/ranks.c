@@ -93,8 +93,8 @@ keep_ranks_alone(Found *found, const uint8_t *reaches, Py_ssize_t num_types,
 
 /* rank_batches(share, (type of nodes, results of types, operand_ptr, operands, edge_ptr, makers,
  * readers, rank, batch of nodes, batch_ptr, nodes of batches, type of batches, in chains, reads,
- * reaches)): writes edges as `find_edges` does, and relations of types as `relate_types`; for each
- * type whether at least a `share` of its edges are in chains, as `find_chained` counts them; the
+ * reaches)): writes edges as `find_edges` does, and relations of types as `type_relations`; for
+ * each type whether at least a `share` of its edges are in chains, as `chain_types` counts them; the
  * rank of each node, and a batch for every rank of every type. Returns the numbers of edges and of
  * batches; -1 for the second if types read each other, and then there are no batches, and ranks
  * of types that read no other one in a circle only. */
