@@ -12,14 +12,11 @@ import jedbatch
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers
+from jedbatch._graph.rewrite import rewrite
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._layout.allocator import _scan_through_time, live_bound
 from jedbatch._layout.live_ranges import find_live_ranges
-from jedbatch._record.passes.projections import (
-    TwoTypes,
-    _codes_of_operands,
-    _with_cuts,
-)
+from jedbatch._record.passes.projections import TwoTypes, codes_of_operands, halves
 from jedbatch._support import native
 from tests.cases.compiled_core import assert_equal, both, compiled
 
@@ -87,19 +84,20 @@ def computed(graph):
     return returned, kinds
 
 
-@compiled
-def test_nodes_are_cut_equally(monkeypatch):
+def test_nodes_are_cut():
     for seed in range(30):
         graph = graph_of_many_results(seed)
-
-        def cut(graph=graph):
-            halves = _with_cuts(graph, CUTS, TYPES)
-            halves.check()
-            assert computed(halves) == computed(graph)
-            arrays = halves.node_type, halves.operand_ptr, halves.operand, halves.outputs
-            return *arrays, halves.node_ptr, _codes_of_operands(graph)[0]
-
-        assert_equal(*both(monkeypatch, cut))
+        cut = rewrite(graph, halves(graph, CUTS, TYPES), TYPES)
+        cut.check()
+        assert computed(cut) == computed(graph)
+        made = set()
+        maker_of = graph.node_type[graph.value_node].tolist()
+        for i, t in enumerate(graph.node_type.tolist()):
+            read = graph.operand[graph.operand_ptr[i] : graph.operand_ptr[i + 1]].tolist()
+            made |= {(t, k, maker_of[r]) for k, r in enumerate(read) if r >= 0}
+        codes, most = codes_of_operands(graph)
+        places, makers = np.divmod(codes, len(TYPES))
+        assert list(zip(*np.divmod(places, most), makers, strict=True)) == sorted(made)
 
 
 @compiled
@@ -148,47 +146,6 @@ def test_blocks_are_placed_equally(monkeypatch):
 def test_arrays_of_values_that_do_not_fit_are_refused():
     core = native.core()
     i32, i64 = (lambda *x: np.array(x, np.int32)), (lambda *x: np.array(x, np.int64))
-
-    def mark(types=(0, 0), ptr=(0, 0, 1), operand=(0,), most=1, room=1):
-        made = np.zeros(room, bool)
-        core.mark_makers(most, (i32(*types), i32(1), i64(*ptr), i32(*operand), made))
-        return made.tolist()
-
-    assert mark() == [True]
-    for wrong in (
-        {"types": (0, 1)},
-        {"operand": (1,)},  # itself
-        {"ptr": (0, 1, 1)},  # a node after it
-        {"most": 0, "room": 0},
-        {"room": 2},
-    ):
-        with pytest.raises(ValueError, match="do not fit"):
-            mark(**wrong)
-
-    def split(operand=(-1,), output=0, node_ptr=(0, 1), half=(1, 2), read=(0,), room=2, edges=2):
-        nodes = i32(0), i64(0, len(operand)), i32(*operand), i32(output), i64(*node_ptr)
-        halves = i32(1, 1, 1), i32(*half, -1, -1, -1, -1), i64(0, 1, *[len(read)] * 5), i64(*read)
-        new = i32(*[0] * room), np.zeros(room + 1, np.int64), i32(*[0] * edges), i32(0), i64(0, 0)
-        core.split_nodes((*nodes, *halves, *new))
-        return [x.tolist() for x in new]
-
-    assert split() == [[1, 2], [0, 1, 2], [-1, 0], [1], [0, 2]]
-    for wrong in (
-        {"operand": (0,)},
-        {"output": 1},
-        {"node_ptr": (0, 2)},
-        {"half": (1, 3)},
-        {"half": (1, -1)},
-        {"read": (1,)},
-        {"read": (-1,)},
-        {"read": (0, 0)},  # more than there is room for
-        {"room": 1},
-        {"room": 3},
-        {"edges": 1},
-        {"edges": 3},
-    ):
-        with pytest.raises(ValueError, match="do not fit"):
-            split(**wrong)
 
     def reads(operand=0, output=-1, node=(0, 1), ptr=(0, 1, 2), block_ptr=(0, 1, 2), results=1):
         nodes = i32(0, 0), i32(results), i64(0, 0, 1), i32(operand), i32(output)

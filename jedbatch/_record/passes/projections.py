@@ -13,19 +13,17 @@ words on the other side, but most trees do not lean.
 
 Cuts hold for plans of values alone, on a CPU and not on a mesh. Steps of training took longer with
 them: what the two nodes give each other must be kept, and so must its cotangents.
-
-The twin in C of what is done to a graph is `_support/c/halves.c`.
 """
 
 import itertools
 from collections.abc import Callable, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
+from jedbatch._graph.paths import pointers
 from jedbatch._graph.record import Record
 from jedbatch._graph.rewrite import Rewrite, rewrite
 from jedbatch._graph.types import NodeType, operation_of
@@ -33,7 +31,6 @@ from jedbatch._jaxpr.early_part import ProgramPart, early_part
 from jedbatch._jaxpr.interpret import performs
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._record.types.registry import Registry
-from jedbatch._support.native import core
 
 OF_NUMBERS = 4  # times the gain, where numbers enter, whose rows of a table are read there, too
 MANY_MINIBATCHES = 8  # that a type was new in before it is taken for one that does not recur
@@ -112,8 +109,11 @@ class Projections:
         for graph in graphs:
             if graph not in self._graphs:
                 cuts = {t: c for t in graph.present_types if (c := self._cuts.get(t)) is not None}
-                cut = Halves(_with_cuts(graph, cuts, self._registry.types), {}) if cuts else None
-                self._graphs[graph] = cut
+                self._graphs[graph] = None
+                if cuts:
+                    types = self._registry.types
+                    whole = rewrite(graph, halves(graph, cuts, types), types)
+                    self._graphs[graph] = Halves(whole, {})
         found = {graph: self._graphs[graph] for graph in graphs}
         return [r if (cut := found[r.whole]) is None else cut.of(r) for r in records]
 
@@ -217,7 +217,7 @@ def late_operands(graph: Graph, types: Sequence[int]) -> dict[int, set[int]]:
 
     Types are what counts: nodes of one type that depend on each other through another one.
     """
-    codes, most = _codes_of_operands(graph)
+    codes, most = codes_of_operands(graph)
     readers: dict[int, set[int]] = {}
     edges = []
     for code in codes.tolist():
@@ -235,21 +235,15 @@ def late_operands(graph: Graph, types: Sequence[int]) -> dict[int, set[int]]:
     return late
 
 
-def _codes_of_operands(graph: Graph) -> tuple[np.ndarray, int]:
+def codes_of_operands(graph: Graph) -> tuple[np.ndarray, int]:
     """Returns which types make which operands of which types.
 
     Returns:
       (int64[...], (reader's type * most + position) * types + maker's type, ascending; `most`).
     """
-    num_types, compiled = len(graph.types), core()
+    num_types = len(graph.types)
     most = int(np.diff(graph.operand_ptr).max(initial=0)) + 1
     few = most * num_types**2 <= FEW_CODES  # sorting takes longer than counting these
-    if compiled is not None and few:
-        is_made = np.zeros(most * num_types**2, bool)
-        types = int32_arrays(graph.node_type, graph.results_per_type)
-        read = *int64_arrays(graph.operand_ptr), *int32_arrays(graph.operand)
-        compiled.mark_makers(most, (*types, *read, is_made))
-        return np.flatnonzero(is_made), most
     inner = np.flatnonzero(graph.operand >= 0)
     node = graph.operand_reader[inner]
     reader = graph.node_type[node].astype(np.int64)
@@ -258,43 +252,7 @@ def _codes_of_operands(graph: Graph) -> tuple[np.ndarray, int]:
     return np.flatnonzero(np.bincount(codes)) if few else np.unique(codes), most
 
 
-def _with_cuts(graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, ...]) -> Graph:
-    """Returns a graph whose nodes of some types are two nodes, one after the other."""
-    compiled = core()
-    if compiled is None:
-        return rewrite(graph, _halves(graph, cuts, types), types)
-    node_type, operand_ptr, operand, outputs, node_ptr = _cut_compiled(compiled, graph, cuts, types)
-    ends = node_ptr, graph.input_ptr, graph.output_ptr
-    return Graph(types, node_type, operand_ptr, operand, graph.inputs, outputs, *ends)
-
-
-def _cut_compiled(
-    compiled: Any, graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, ...]
-) -> tuple[np.ndarray, ...]:
-    """Returns the arrays of such a graph."""
-    results = np.array([t.num_results for t in types], np.int32)
-    halves, counts = np.full((len(types), 2), -1, np.int32), np.zeros((len(types), 2), np.int64)
-    read: list[int] = []
-    num_nodes, num_operands = len(graph.node_type), len(graph.operand)
-    for t in sorted(cuts):
-        cut, count = cuts[t], int(graph.nodes_per_type[t])
-        halves[t], own = (cut.first, cut.second), (*cut.first_reads, *cut.second_reads)
-        counts[t] = len(cut.first_reads), len(cut.second_reads)
-        read += own
-        num_nodes += count
-        more = len(own) + int(results[cut.first]) - len(graph.types[t].operands)
-        num_operands += count * more
-    node_type, operand_ptr = np.empty(num_nodes, np.int32), np.empty(num_nodes + 1, np.int64)
-    operand, outputs = np.empty(num_operands, np.int32), np.empty(len(graph.outputs), np.int32)
-    written = node_type, operand_ptr, operand, outputs, np.empty(len(graph.node_ptr), np.int64)
-    nodes = *int32_arrays(graph.node_type), *int64_arrays(graph.operand_ptr)
-    rest = *int32_arrays(graph.operand, graph.outputs), *int64_arrays(graph.node_ptr)
-    positions = int64_arrays(pointers(counts.ravel()), np.array(read, np.int64))
-    compiled.split_nodes((*nodes, *rest, results, halves, *positions, *written))
-    return written
-
-
-def _halves(graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, ...]) -> Rewrite:
+def halves(graph: Graph, cuts: dict[int, TwoTypes], types: tuple[NodeType, ...]) -> Rewrite:
     """Returns two nodes in place of each that is cut."""
     has_cut = np.zeros(len(graph.types), bool)
     has_cut[list(cuts)] = True

@@ -61,8 +61,6 @@ PyObject *write_graph(PyObject *module, PyObject *args);
 PyObject *digest_instances(PyObject *module, PyObject *given);
 PyObject *same_instance(PyObject *module, PyObject *args);
 PyObject *write_copies(PyObject *module, PyObject *args);
-PyObject *mark_makers(PyObject *module, PyObject *args);
-PyObject *split_nodes(PyObject *module, PyObject *given);
 PyObject *last_reads(PyObject *module, PyObject *given);
 PyObject *scan_through_time(PyObject *module, PyObject *given);
 PyObject *xla_calls(PyObject *module, PyObject *nothing);
