@@ -256,11 +256,9 @@ INSTANCES = {
 }
 
 
-@compiled
-@pytest.mark.parametrize("name", INSTANCES)
-def test_plain_trees_are_told_apart_equally(monkeypatch, name):
-    a, b = both(monkeypatch, lambda: _is_plain_tree(INSTANCES[name]))
-    assert a is b
+def test_plain_trees_are_told_apart():
+    plain = [name for name, instance in INSTANCES.items() if _is_plain_tree(instance)]
+    assert plain == ["a number", "a tree", "a deep tree", "a wide tree"]
 
 
 @compiled
@@ -274,7 +272,7 @@ def test_keys_of_plain_trees_are_equal(monkeypatch):
         assert key is None or key == instance_key(instance)[0]
         assert is_constant == (key is not None and immutable(instance))
     assert keys[-1] is not None
-    assert sum(key is None for key in keys) == 2 * 10
+    assert sum(key is None for key in keys) == 2 * 11
 
 
 EDGES = [0, -1, 2**31 - 1, -(2**31), 2**31, -(2**31) - 1, 2**70, 0.0, -0.0, 1.5, np.inf, -np.nan]

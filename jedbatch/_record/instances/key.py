@@ -199,17 +199,9 @@ def plain_keys(instances: list[PyTree]) -> tuple[list[bytes | None], list[bool]]
 
     The key is None and the flag False where `instance_key` has to look at an instance.
     """
-    compiled = core()
-    if compiled is not None:
-        return compiled.plain_keys(instances, marshal.dumps)
-    keys: list[bytes | None] = []
-    for instance in instances:
-        try:
-            keys.append(marshal.dumps(instance, 2) if _is_plain_tree(instance) else None)
-        except ValueError:
-            keys.append(None)
-    pairs = zip(keys, instances, strict=True)
-    return keys, [key is not None and immutable(x) for key, x in pairs]
+    found = tree_keys(instances, {}, every=False)
+    assert found is not None
+    return found[:2]
 
 
 def keys_with_arrays(
@@ -218,25 +210,44 @@ def keys_with_arrays(
     """Returns keys of plain trees with arrays of NumPy inside, and these; None for any others.
 
     Where they are equal, so are the keys that `instance_key` makes, which takes several times as
-    long. What is rare they cannot say: an array that is met twice, bytes, a number of 64 bits.
+    long.
 
     Args:
       instances: the trees.
       dtypes: that arrays may have, with a number for each.
     """
+    found: Any = tree_keys(instances, dtypes, every=True)
+    return found and (found[0], found[2])
+
+
+def tree_keys(
+    instances: list[PyTree], dtypes: dict[np.dtype[Any], int], *, every: bool
+) -> tuple[list[bytes | None], list[bool], list[list[np.ndarray]]] | None:
+    """Returns keys of plain trees with arrays of NumPy inside, whether these cannot change, arrays.
+
+    A plain tree has the key that `marshal` writes, None where that is not done: for anything else,
+    what is rare (bytes, a number of 64 bits), deep trees, and trees with a part that is met twice.
+
+    Args:
+      instances: the trees.
+      dtypes: that arrays may have, with a number for each.
+      every: whether None is returned if one has no key.
+    """
     compiled = core()
     if compiled is not None:
-        return compiled.keys_with_arrays(instances, np.ndarray, dtypes)
-    keys: list[bytes] = []
+        return compiled.tree_keys(instances, np.ndarray, dtypes, every)
+    keys: list[bytes | None] = []
     held: list[list[np.ndarray]] = []
     for instance in instances:
         parts: list[bytes] = []
         arrays: list[np.ndarray] = []
-        if not _write(instance, parts, arrays, dtypes):
+        is_written = _write(instance, parts, arrays, dtypes)
+        if every and not is_written:
             return None
-        keys.append(b"".join(parts))
+        keys.append(b"".join(parts) if is_written else None)
         held.append(arrays)
-    return keys, held
+    pairs = zip(keys, instances, strict=True)
+    return keys, [key is not None and immutable(x) for key, x in pairs], held
 
 
 def _write(
@@ -292,9 +303,6 @@ def _is_plain_tree(instance: PyTree) -> bool:
 
     `marshal` writes a part once for every time it is met.
     """
-    compiled = core()
-    if compiled is not None:
-        return compiled.is_plain_tree(instance)
     plain, containers = PLAIN_TYPES, (tuple, list, dict)
     seen_ids: set[int] = set()
     stack = [instance]

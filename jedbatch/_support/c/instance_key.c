@@ -1,5 +1,4 @@
-/* Plain trees and their keys: the twins of `_is_plain_tree`, `plain_keys` and `keys_with_arrays` in
- * `_record/instances/key.py`, and of what `instance_key` does with other instances.
+/* Keys of instances: the twins of `tree_keys` and of `written_key` in `_record/instances/key.py`.
  *
  * No Python code runs while a plain tree is looked at and nothing is let go, so its parts stay.
  */
@@ -11,17 +10,9 @@
 #include "core.h"
 
 typedef struct {
-    PyObject **items; /* containers to look into, or a hash table of those that were met */
+    PyObject **items; /* a hash table of containers that were met */
     size_t count, room;
 } Objects;
-
-static int
-is_plain(PyObject *x)
-{
-    return x == Py_None || PyLong_CheckExact(x) || PyUnicode_CheckExact(x) ||
-           PyFloat_CheckExact(x) || PyBool_Check(x) || PyBytes_CheckExact(x) ||
-           PyComplex_CheckExact(x);
-}
 
 static int
 is_container(PyObject *x)
@@ -69,76 +60,6 @@ meet(Objects *met, PyObject *x)
     return 1;
 }
 
-/* Looks at a part: 1 if it may be part of a plain tree, 0 if not, -1 without memory. */
-static int
-look(Objects *stack, PyObject *x)
-{
-    if (is_plain(x))
-        return 1;
-    if (!is_container(x))
-        return 0;
-    if (stack->count == stack->room) {
-        size_t room = stack->room ? 2 * stack->room : 256;
-        PyObject **items = realloc(stack->items, room * sizeof(PyObject *));
-        if (items == NULL)
-            return -1;
-        stack->items = items;
-        stack->room = room;
-    }
-    stack->items[stack->count++] = x;
-    return 1;
-}
-
-static int
-look_inside(Objects *stack, PyObject *x)
-{
-    int found = 1;
-    if (PyDict_CheckExact(x)) {
-        PyObject *key, *value;
-        for (Py_ssize_t at = 0; found == 1 && PyDict_Next(x, &at, &key, &value);)
-            found = is_plain(key) ? look(stack, value) : 0;
-        return found;
-    }
-    int is_tuple = PyTuple_CheckExact(x);
-    Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
-    for (Py_ssize_t i = 0; found == 1 && i < length; i++)
-        found = look(stack, is_tuple ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i));
-    return found;
-}
-
-/* Whether an instance is a plain tree, and whether it cannot change; -1 without memory.
- *
- * Where a container has a single reference, the one by which it was found, it is met once. */
-static int
-is_tree(Objects *stack, Objects *met, PyObject *instance, int *is_constant)
-{
-    stack->count = 0;
-    forget(met);
-    *is_constant = 1;
-    int found = look(stack, instance);
-    while (found == 1 && stack->count > 0) {
-        PyObject *x = stack->items[--stack->count];
-        found = Py_REFCNT(x) == 1 ? 1 : meet(met, x);
-        *is_constant &= PyTuple_CheckExact(x);
-        if (found == 1)
-            found = look_inside(stack, x);
-    }
-    return found;
-}
-
-/* is_plain_tree(instance): whether it is made of tuples, lists and dicts of numbers and strings,
- * none of them met twice. */
-PyObject *
-is_plain_tree(PyObject *module, PyObject *instance)
-{
-    (void)module;
-    Objects stack = {NULL, 0, 0}, met = {NULL, 0, 0};
-    int is_constant, found = is_tree(&stack, &met, instance, &is_constant);
-    free(stack.items);
-    free(met.items);
-    return found < 0 ? PyErr_NoMemory() : PyBool_FromLong(found);
-}
-
 typedef struct {
     char *data;
     size_t count, room;
@@ -183,7 +104,7 @@ write_string(Text *text, PyObject *x)
     const char *data = PyUnicode_AsUTF8AndSize(x, &length);
     if (data == NULL || length > INT32_MAX) { /* half of a pair of code units */
         PyErr_Clear();
-        return IS_LEFT;
+        return IS_OTHER;
     }
     int written = write_number(text, 'u', (uint64_t)length, 4);
     char *at = written == IS_WRITTEN ? more(text, (size_t)length) : NULL;
@@ -236,7 +157,8 @@ write_items(Text *text, Objects *met, const Arrays *arrays, PyObject *x, int dep
     int written = write_number(text, '{', 0, 0);
     PyObject *key, *value;
     for (Py_ssize_t at = 0; written == IS_WRITTEN && PyDict_Next(x, &at, &key, &value);) {
-        written = is_plain(key) ? write_tree(text, met, NULL, key, depth, is_constant) : IS_OTHER;
+        written = is_container(key) ? IS_OTHER
+                                    : write_tree(text, met, NULL, key, depth, is_constant);
         if (written == IS_WRITTEN)
             written = write_tree(text, met, arrays, value, depth, is_constant);
     }
@@ -244,8 +166,7 @@ write_items(Text *text, Objects *met, const Arrays *arrays, PyObject *x, int dep
 }
 
 /* Writes a tree as `marshal.dumps(x, 2)` does, on the way through it: `IS_WRITTEN`, `IS_OTHER` if it
- * is no plain tree, `IS_LEFT` if it is deep or has parts that are left to `marshal`, -1 without
- * memory. There may be arrays in it, unless `arrays` is NULL. */
+ * is left to Python, -1 without memory. There may be arrays in it, unless `arrays` is NULL. */
 static int
 write_tree(Text *text, Objects *met, const Arrays *arrays, PyObject *x, int depth,
            int *is_constant)
@@ -254,7 +175,7 @@ write_tree(Text *text, Objects *met, const Arrays *arrays, PyObject *x, int dept
         int overflow;
         long long number = PyLong_AsLongLongAndOverflow(x, &overflow);
         if (overflow || number < INT32_MIN || number > INT32_MAX)
-            return IS_LEFT;
+            return IS_OTHER;
         return write_number(text, 'i', (uint64_t)number, 4);
     }
     if (PyFloat_CheckExact(x)) {
@@ -272,18 +193,16 @@ write_tree(Text *text, Objects *met, const Arrays *arrays, PyObject *x, int dept
     if (arrays != NULL && (PyObject *)Py_TYPE(x) == arrays->type)
         return write_array(text, met, arrays, x);
     int is_tuple = PyTuple_CheckExact(x);
-    if (!is_container(x))
-        return is_plain(x) ? IS_LEFT : IS_OTHER;
+    if (!is_container(x) || depth == MAX_DEPTH)
+        return IS_OTHER;
     int found = Py_REFCNT(x) == 1 ? IS_WRITTEN : meet(met, x);
-    if (found == IS_WRITTEN && depth == MAX_DEPTH)
-        found = IS_LEFT;
     *is_constant &= is_tuple;
     if (found != IS_WRITTEN)
         return found;
     if (PyDict_CheckExact(x))
         return write_items(text, met, arrays, x, depth + 1, is_constant);
     Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
-    found = length > INT32_MAX ? IS_LEFT
+    found = length > INT32_MAX ? IS_OTHER
                                : write_number(text, is_tuple ? '(' : '[', (uint64_t)length, 4);
     for (Py_ssize_t i = 0; found == IS_WRITTEN && i < length; i++) {
         PyObject *part = is_tuple ? PyTuple_GetItem(x, i) : PyList_GetItem(x, i);
@@ -292,96 +211,54 @@ write_tree(Text *text, Objects *met, const Arrays *arrays, PyObject *x, int dept
     return found;
 }
 
-/* plain_keys(instances, marshal.dumps): (the keys of those that are plain trees, None of others;
- * whether these cannot change). */
+/* tree_keys(instances, numpy.ndarray, dtypes, all): (keys of plain trees that may hold arrays of
+ * these dtypes, None of others; whether the trees cannot change; lists of the arrays in them); None
+ * if `all` have to be such trees and one is not. */
 PyObject *
-plain_keys(PyObject *module, PyObject *args)
-{
-    (void)module;
-    PyObject *instances, *dumps, *found = NULL;
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &instances, &dumps))
-        return NULL;
-    Objects stack = {NULL, 0, 0}, met = {NULL, 0, 0};
-    Text text = {NULL, 0, 0};
-    PyObject *keys = PyList_New(0), *constant = PyList_New(0), *version = PyLong_FromLong(2);
-    int failed = keys == NULL || constant == NULL || version == NULL;
-    for (Py_ssize_t i = 0; !failed && i < PyList_Size(instances); i++) {
-        PyObject *instance = Py_NewRef(PyList_GetItem(instances, i)), *key = NULL;
-        int is_constant = 1;
-        text.count = 0;
-        forget(&met);
-        int found_one = write_tree(&text, &met, NULL, instance, 0, &is_constant);
-        if (found_one == IS_WRITTEN)
-            key = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.count);
-        int is_whole = found_one == IS_LEFT ? is_tree(&stack, &met, instance, &is_constant) : 0;
-        if (found_one < 0 || is_whole < 0)
-            PyErr_NoMemory();
-        else if (is_whole)
-            key = PyObject_CallFunctionObjArgs(dumps, instance, version, NULL);
-        if (key == NULL && PyErr_ExceptionMatches(PyExc_ValueError))
-            PyErr_Clear(); /* it is too deep */
-        failed = PyErr_Occurred() != NULL || PyList_Append(keys, key == NULL ? Py_None : key) < 0 ||
-                 PyList_Append(constant, key != NULL && is_constant ? Py_True : Py_False) < 0;
-        Py_XDECREF(key);
-        Py_DECREF(instance);
-    }
-    free(stack.items);
-    free(met.items);
-    free(text.data);
-    if (!failed)
-        found = PyTuple_Pack(2, keys, constant);
-    Py_XDECREF(keys);
-    Py_XDECREF(constant);
-    Py_XDECREF(version);
-    return found;
-}
-
-/* keys_with_arrays(instances, numpy.ndarray, dtypes): (the keys of trees that hold arrays of these
- * dtypes, lists of these arrays); None if one of them cannot be written. */
-PyObject *
-keys_with_arrays(PyObject *module, PyObject *args)
+tree_keys(PyObject *module, PyObject *args)
 {
     (void)module;
     PyObject *instances, *found = NULL;
     Arrays arrays = {0};
-    if (!PyArg_ParseTuple(args, "O!OO!", &PyList_Type, &instances, &arrays.type, &PyDict_Type,
-                          &arrays.dtypes))
+    int all, left_out = 0;
+    if (!PyArg_ParseTuple(args, "O!OO!p", &PyList_Type, &instances, &arrays.type, &PyDict_Type,
+                          &arrays.dtypes, &all))
         return NULL;
     Objects met = {NULL, 0, 0};
     Text text = {NULL, 0, 0};
-    PyObject *keys = PyList_New(0), *held = PyList_New(0);
+    PyObject *keys = PyList_New(0), *constant = PyList_New(0), *held = PyList_New(0);
     arrays.dtype = PyUnicode_InternFromString("dtype");
     arrays.shape = PyUnicode_InternFromString("shape");
-    int written = IS_WRITTEN;
-    if (keys == NULL || held == NULL || arrays.dtype == NULL || arrays.shape == NULL)
-        written = -1;
-    for (Py_ssize_t i = 0; written == IS_WRITTEN && i < PyList_Size(instances); i++) {
-        PyObject *key = NULL;
-        int is_constant = 1;
+    int failed = keys == NULL || constant == NULL || held == NULL || PyErr_Occurred();
+    for (Py_ssize_t i = 0; !failed && !left_out && i < PyList_Size(instances); i++) {
+        PyObject *instance = Py_NewRef(PyList_GetItem(instances, i)), *key = NULL;
+        int is_constant = 1, written = -1;
         text.count = 0;
         forget(&met);
         arrays.found = PyList_New(0);
-        written = arrays.found == NULL ? -1
-                                       : write_tree(&text, &met, &arrays,
-                                                    PyList_GetItem(instances, i), 0, &is_constant);
-        if (written == IS_WRITTEN) {
+        if (arrays.found != NULL)
+            written = write_tree(&text, &met, &arrays, instance, 0, &is_constant);
+        if (written == IS_WRITTEN)
             key = PyBytes_FromStringAndSize(text.data, (Py_ssize_t)text.count);
-            if (key == NULL || PyList_Append(keys, key) < 0 ||
-                PyList_Append(held, arrays.found) < 0)
-                written = -1;
-        }
+        else if (written == IS_OTHER)
+            key = Py_NewRef(Py_None);
+        left_out = all && key == Py_None;
+        is_constant &= written == IS_WRITTEN;
+        failed = key == NULL || PyList_Append(keys, key) < 0 ||
+                 PyList_Append(constant, is_constant ? Py_True : Py_False) < 0 ||
+                 PyList_Append(held, arrays.found) < 0;
         Py_XDECREF(key);
         Py_XDECREF(arrays.found);
+        Py_DECREF(instance);
     }
     free(met.items);
     free(text.data);
-    if (written == IS_WRITTEN)
-        found = PyTuple_Pack(2, keys, held);
-    else if (written != -1)
-        found = Py_NewRef(Py_None);
+    if (!failed)
+        found = left_out ? Py_NewRef(Py_None) : PyTuple_Pack(3, keys, constant, held);
     else if (!PyErr_Occurred())
         PyErr_NoMemory();
     Py_XDECREF(keys);
+    Py_XDECREF(constant);
     Py_XDECREF(held);
     Py_XDECREF(arrays.dtype);
     Py_XDECREF(arrays.shape);
