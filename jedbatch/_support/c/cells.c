@@ -104,30 +104,20 @@ call_cell_of(PyObject *recorder)
     return record != NULL ? Py_NewRef(record) : PyObject_GetAttr(recorder, name_call_cell);
 }
 
-/* A tuple of arguments, and a dict of those with names; *options is NULL if `names` is. */
+/* A tuple of arguments, and a dict of those with names; NULL with an error. */
 static PyObject *
 packed(PyObject *const *args, Py_ssize_t count, PyObject *names, PyObject **options)
 {
     PyObject *tuple = PyTuple_New(count);
-    *options = NULL;
+    *options = tuple == NULL ? NULL : PyDict_New();
     for (Py_ssize_t i = 0; tuple != NULL && i < count; i++)
         PyTuple_SetItem(tuple, i, Py_NewRef(args[i]));
-    if (tuple != NULL && names != NULL && PyTuple_Size(names) > 0) {
-        *options = named_arguments(args + count, names);
-        if (*options == NULL)
-            Py_CLEAR(tuple);
-    }
+    for (Py_ssize_t i = 0; *options != NULL && names != NULL && i < PyTuple_Size(names); i++)
+        if (PyDict_SetItem(*options, PyTuple_GetItem(names, i), args[count + i]) < 0)
+            Py_CLEAR(*options);
+    if (*options == NULL)
+        Py_CLEAR(tuple);
     return tuple;
-}
-
-PyObject *
-named_arguments(PyObject *const *values, PyObject *names)
-{
-    PyObject *options = PyDict_New();
-    for (Py_ssize_t i = 0; options != NULL && i < PyTuple_Size(names); i++)
-        if (PyDict_SetItem(options, PyTuple_GetItem(names, i), values[i]) < 0)
-            Py_CLEAR(options);
-    return options;
 }
 
 static PyObject *
@@ -140,15 +130,12 @@ call_function(PyObject *fn, PyObject *const *args, Py_ssize_t count, PyObject *n
     return result;
 }
 
-/* Calls a recorder's function of (cell, args, options) that is none of ours. */
-static PyObject *
+PyObject *
 call_recorder(PyObject *record, PyObject *cell, PyObject *const *args, Py_ssize_t count,
               PyObject *names)
 {
     PyObject *options, *tuple = packed(args, count, names, &options), *result = NULL;
-    if (tuple != NULL && options == NULL)
-        options = PyDict_New();
-    if (tuple != NULL && options != NULL)
+    if (tuple != NULL)
         result = PyObject_CallFunctionObjArgs(record, cell, tuple, options, NULL);
     Py_XDECREF(tuple);
     Py_XDECREF(options);

@@ -54,7 +54,7 @@ typedef struct {
     Words words, held, reads;
 } Call;
 
-#define FEW_ARGUMENTS 16 /* of a call, which need no memory */
+#define FEW_ARGUMENTS 16 /* of a call by Python */
 
 /* What a part of a description is, as in `_record/calls/fast_path.py`: the word of a TOKEN, which is a
  * reference by an object, of STRING, KEYWORD and IDENTITY is the address of an object. */
@@ -320,11 +320,11 @@ look_at_single(FastPath *self, Call *call, PyObject *x)
     return found == 0 ? look_at_number(self, call, x) : found;
 }
 
-static int look_at(FastPath *self, Call *call, PyObject *x, int depth, int is_static);
+static int look_at(FastPath *self, Call *call, PyObject *x, int depth);
 
 /* Looks at the items of a tuple or list, which may become shorter meanwhile. */
 static int
-look_at_items(FastPath *self, Call *call, PyObject *x, Py_ssize_t length, int depth, int is_static)
+look_at_items(FastPath *self, Call *call, PyObject *x, Py_ssize_t length, int depth)
 {
     int is_tuple = PyTuple_Check(x), found = 1;
     for (Py_ssize_t i = 0; found == 1 && i < length; i++) {
@@ -332,7 +332,7 @@ look_at_items(FastPath *self, Call *call, PyObject *x, Py_ssize_t length, int de
         if (part == NULL)
             return -1;
         Py_INCREF(part);
-        found = look_at(self, call, part, depth + 1, is_static);
+        found = look_at(self, call, part, depth + 1);
         Py_DECREF(part);
     }
     return found;
@@ -366,7 +366,7 @@ look_at_dict(FastPath *self, Call *call, PyObject *x, int depth)
         if (value == NULL)
             return -1;
         Py_INCREF(value);
-        found = look_at(self, call, value, depth + 1, 0);
+        found = look_at(self, call, value, depth + 1);
         Py_DECREF(value);
     }
     return found;
@@ -396,25 +396,17 @@ is_compared_by_identity(PyObject *x)
 static PyObject *
 find_node(FastPath *self, PyObject *kind, PyObject *carried)
 {
-    int is_tuple = PyTuple_CheckExact(carried), has_bools = 0;
+    int is_tuple = PyTuple_CheckExact(carried);
     Py_ssize_t length = is_tuple ? PyTuple_Size(carried) : 1;
     for (Py_ssize_t i = 0; i < length; i++) {
         PyObject *item = is_tuple ? PyTuple_GetItem(carried, i) : carried;
-        if (PyBool_Check(item))
-            has_bools = 1;
-        else if (!PyUnicode_CheckExact(item) && !PyLong_CheckExact(item) && !is_compared_by_identity(item))
-            return NULL;
+        if (!PyUnicode_CheckExact(item) && !PyLong_CheckExact(item) && !is_compared_by_identity(item))
+            return NULL; /* bools are equal to other numbers */
     }
-    PyObject *types = has_bools ? PyTuple_New(length) : Py_NewRef(Py_None);
-    for (Py_ssize_t i = 0; has_bools && types != NULL && i < length; i++) {
-        PyObject *item = is_tuple ? PyTuple_GetItem(carried, i) : carried;
-        PyTuple_SetItem(types, i, Py_NewRef((PyObject *)Py_TYPE(item)));
-    }
-    PyObject *key = types == NULL ? NULL : PyTuple_Pack(3, kind, carried, types);
+    PyObject *key = PyTuple_Pack(3, kind, carried, Py_None);
     PyObject *token = key == NULL ? NULL : PyDict_GetItemWithError(self->nodes, key);
     Py_XINCREF(token);
     Py_XDECREF(key);
-    Py_XDECREF(types);
     return token;
 }
 
@@ -439,7 +431,7 @@ look_at_node(FastPath *self, Call *call, PyObject *x, int depth)
     if (token != NULL) {
         Py_ssize_t length = PyTuple_Size(parts);
         found = describe(call, NODE, (uintptr_t)length) < 0 || describe_token(call, token) < 0 ? -1 : 1;
-        found = found == 1 ? look_at_items(self, call, parts, length, depth, 0) : -1;
+        found = found == 1 ? look_at_items(self, call, parts, length, depth) : -1;
     }
     Py_XDECREF(token);
     Py_XDECREF(parts);
@@ -465,10 +457,47 @@ look_at_watched(FastPath *self, Call *call, PyObject *x)
     return found;
 }
 
-/* Looks at a number that is static. */
+/* Looks at containers and at what is no operand. */
 static int
-look_at_static(Call *call, PyObject *x)
+look_at_parts(FastPath *self, Call *call, PyObject *x, int depth)
 {
+    if (PyUnicode_CheckExact(x))
+        return describe_string(call, STRING, x) < 0 ? -1 : 1;
+    if (depth > MAX_DEPTH)
+        return -1;
+    int found = PyDict_Size(self->watched) > 0 ? look_at_watched(self, call, x) : 0;
+    if (found != 0)
+        return found;
+    int is_tuple = PyTuple_CheckExact(x);
+    if (is_tuple || PyList_CheckExact(x)) {
+        Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
+        if (describe(call, is_tuple ? TUPLE : LIST, (uintptr_t)length) < 0)
+            return -1;
+        return look_at_items(self, call, x, length, depth);
+    }
+    if (PyDict_CheckExact(x))
+        found = look_at_dict(self, call, x, depth);
+    return found == 0 ? look_at_node(self, call, x, depth) : found;
+}
+
+/* Looks at an argument or a part of one. */
+static int
+look_at(FastPath *self, Call *call, PyObject *x, int depth)
+{
+    int found = look_at_single(self, call, x);
+    found = found == 0 ? look_at_parts(self, call, x, depth) : found;
+    return found == 1 ? 1 : -1;
+}
+
+/* Looks at the value of a keyword argument: a string or number, which is static; an operand that is
+ * known as a whole, or a list or dict, which is none if it is static. Python has to say what others
+ * are. */
+static int
+look_at_option(FastPath *self, Call *call, PyObject *x)
+{
+    PyObject *kind = (PyObject *)Py_TYPE(x);
+    if (PyUnicode_CheckExact(x))
+        return describe_string(call, STRING, x) < 0 ? -1 : 1;
     if (PyBool_Check(x))
         return describe(call, BOOL, x == Py_True) < 0 ? -1 : 1;
     if (PyLong_CheckExact(x)) {
@@ -476,110 +505,36 @@ look_at_static(Call *call, PyObject *x)
         long long value = PyLong_AsLongLongAndOverflow(x, &overflow);
         return overflow || describe(call, INT, (uintptr_t)value) < 0 ? -1 : 1;
     }
-    if (!PyFloat_CheckExact(x))
-        return 0;
-    double value = PyFloat_AsDouble(x);
-    uint64_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    return describe(call, FLOAT, (uintptr_t)bits) < 0 ? -1 : 1;
-}
-
-/* Looks at containers and at what is no operand. */
-static int
-look_at_parts(FastPath *self, Call *call, PyObject *x, int depth, int is_static)
-{
-    if (PyUnicode_CheckExact(x))
-        return describe_string(call, STRING, x) < 0 ? -1 : 1;
-    if (depth > MAX_DEPTH)
-        return -1;
-    int found = !is_static && PyDict_Size(self->watched) > 0 ? look_at_watched(self, call, x) : 0;
-    if (found != 0)
-        return found;
-    int is_tuple = PyTuple_CheckExact(x);
-    if (is_tuple || (!is_static && PyList_CheckExact(x))) {
-        Py_ssize_t length = is_tuple ? PyTuple_Size(x) : PyList_Size(x);
-        if (describe(call, is_tuple ? TUPLE : LIST, (uintptr_t)length) < 0)
-            return -1;
-        return look_at_items(self, call, x, length, depth, is_static);
+    if (PyFloat_CheckExact(x)) {
+        double value = PyFloat_AsDouble(x);
+        uint64_t bits;
+        memcpy(&bits, &value, sizeof bits);
+        return describe(call, FLOAT, (uintptr_t)bits) < 0 ? -1 : 1;
     }
-    if (is_static) {
-        int is_itself = x == Py_None || is_compared_by_identity(x);
-        return is_itself && describe_object(call, IDENTITY, x) == 0 ? 1 : -1;
-    }
-    if (PyDict_CheckExact(x))
-        found = look_at_dict(self, call, x, depth);
-    return found == 0 ? look_at_node(self, call, x, depth) : found;
-}
-
-/* Looks at an argument or a part of one; numbers in it may be static. */
-static int
-look_at(FastPath *self, Call *call, PyObject *x, int depth, int is_static)
-{
-    int found = is_static ? look_at_static(call, x) : look_at_single(self, call, x);
-    found = found == 0 ? look_at_parts(self, call, x, depth, is_static) : found;
+    if (PyList_CheckExact(x) || PyDict_CheckExact(x) || kind == self->ndarray)
+        return look_at(self, call, x, 0);
+    int found = kind == self->result || kind == self->shared ? 0 : look_at_known(self, call, x);
+    found = found == 0 ? look_at_symbol(self, call, x) : found;
     return found == 1 ? 1 : -1;
-}
-
-/* Whether a keyword argument is an operand or holds one: 1 or 0, -1 if Python has to say. */
-static int
-holds_operand(FastPath *self, PyObject *x, int depth)
-{
-    PyObject *kind = (PyObject *)Py_TYPE(x);
-    if (kind == self->result || kind == self->shared || kind == self->ndarray ||
-        find_known_object(&self->objects, x) != NULL)
-        return 1;
-    PyObject *id = PyLong_FromVoidPtr(x);
-    int found = id == NULL ? -1 : PyDict_Contains(self->known, id);
-    if (found == 0)
-        found = PyDict_Contains(self->computed, id);
-    Py_XDECREF(id);
-    if (found != 0 || depth > MAX_DEPTH)
-        return found == 0 ? -1 : found;
-    PyObject *node = PyObject_CallFunctionObjArgs(self->flatten, x, NULL);
-    if (node == NULL)
-        is_left_to_python();
-    if (node == NULL || !PyTuple_Check(node) || PyTuple_Size(node) != 2) {
-        int is_leaf = node == Py_None;
-        Py_XDECREF(node);
-        return is_leaf ? 0 : -1;
-    }
-    PyObject *parts = PySequence_Tuple(PyTuple_GetItem(node, 0));
-    found = parts == NULL ? -1 : 0;
-    if (parts == NULL)
-        is_left_to_python();
-    for (Py_ssize_t i = 0; found == 0 && i < PyTuple_Size(parts); i++)
-        found = holds_operand(self, PyTuple_GetItem(parts, i), depth + 1);
-    Py_XDECREF(parts);
-    Py_DECREF(node);
-    return found;
-}
-
-/* Looks at the value of a keyword argument. */
-static int
-look_at_option(FastPath *self, Call *call, PyObject *x)
-{
-    int is_plain = PyUnicode_CheckExact(x) || PyLong_Check(x) || PyFloat_CheckExact(x);
-    int holds = is_plain ? 0 : holds_operand(self, x, 0);
-    return holds < 0 ? -1 : look_at(self, call, x, 0, holds == 0);
 }
 
 /* Looks at keyword arguments, in the order of their names. */
 static int
-look_at_options(FastPath *self, Call *call, PyObject *const *names, PyObject *const *values,
-                Py_ssize_t count)
+look_at_options(FastPath *self, Call *call, PyObject *names, PyObject *const *values)
 {
-    Py_ssize_t order[MAX_DEPTH];
+    Py_ssize_t order[MAX_DEPTH], count = PyTuple_Size(names);
     if (count > MAX_DEPTH)
         return -1;
     for (Py_ssize_t k = 0; k < count; k++) {
         Py_ssize_t i = k;
-        for (; i > 0 && PyUnicode_Compare(names[order[i - 1]], names[k]) > 0; i--)
+        PyObject *name = PyTuple_GetItem(names, k);
+        for (; i > 0 && PyUnicode_Compare(PyTuple_GetItem(names, order[i - 1]), name) > 0; i--)
             order[i] = order[i - 1];
         order[i] = k;
     }
     int found = 1;
     for (Py_ssize_t k = 0; found == 1 && k < count; k++) {
-        found = describe_string(call, KEYWORD, names[order[k]]) < 0 ? -1 : 1;
+        found = describe_string(call, KEYWORD, PyTuple_GetItem(names, order[k])) < 0 ? -1 : 1;
         found = found == 1 ? look_at_option(self, call, values[order[k]]) : found;
     }
     return found;
@@ -610,30 +565,24 @@ look_at_cell(FastPath *self, Call *call, PyObject *cell, PyObject **held)
     return found;
 }
 
-/* The numbers of results from `*next` on in their structure, if that is tuples of tuples; NULL if
- * not, or with an error. */
-static PyObject *
-find_nested(PyObject *tree, Py_ssize_t *next)
+/* Whether results are a tuple of arrays: 1 or 0, -1 with an error. */
+static int
+is_flat_tuple(PyObject *tree)
 {
-    PyObject *data = PyObject_CallMethod(tree, "node_data", NULL), *nested = NULL;
-    if (data == Py_None) /* a leaf */
-        nested = PyLong_FromSsize_t((*next)++);
-    else if (data != NULL && PyTuple_Check(data) && PyTuple_Size(data) > 0 &&
-             PyTuple_GetItem(data, 0) == (PyObject *)&PyTuple_Type) {
-        PyObject *children = PyObject_CallMethod(tree, "children", NULL);
-        if (children != NULL && PyList_Check(children))
-            nested = PyTuple_New(PyList_Size(children));
-        for (Py_ssize_t i = 0; nested != NULL && i < PyTuple_Size(nested); i++) {
-            PyObject *child = find_nested(PyList_GetItem(children, i), next);
-            if (child == NULL)
-                Py_CLEAR(nested);
-            else
-                PyTuple_SetItem(nested, i, child);
-        }
-        Py_XDECREF(children);
+    PyObject *data = PyObject_CallMethod(tree, "node_data", NULL);
+    int is_flat = data == NULL ? -1 : PyTuple_Check(data) && PyTuple_Size(data) > 0 &&
+                                          PyTuple_GetItem(data, 0) == (PyObject *)&PyTuple_Type;
+    PyObject *children = is_flat == 1 ? PyObject_CallMethod(tree, "children", NULL) : NULL;
+    if (is_flat == 1)
+        is_flat = children == NULL ? -1 : PyList_Check(children);
+    for (Py_ssize_t i = 0; is_flat == 1 && i < PyList_Size(children); i++) {
+        PyObject *own = PyObject_CallMethod(PyList_GetItem(children, i), "node_data", NULL);
+        is_flat = own == NULL ? -1 : own == Py_None; /* a leaf */
+        Py_XDECREF(own);
     }
+    Py_XDECREF(children);
     Py_XDECREF(data);
-    return nested;
+    return is_flat;
 }
 
 /* The way of a call that leads to a call spec, in terms of C; NULL with an error. */
@@ -660,16 +609,9 @@ make_way(const Call *call, PyObject *call_spec)
         return NULL;
     }
     way->is_single = tree == Py_None;
-    Py_ssize_t next = 0;
-    if (!way->is_single)
-        way->nested = find_nested(tree, &next);
+    way->is_flat = way->is_single ? 0 : is_flat_tuple(tree);
     Py_DECREF(tree);
-    way->is_flat = way->nested != NULL && PyTuple_Size(way->nested) == next;
-    for (Py_ssize_t i = 0; way->is_flat && i < next; i++)
-        way->is_flat = !PyTuple_Check(PyTuple_GetItem(way->nested, i));
-    if (PyErr_Occurred() || (way->nested && next != way->num_results)) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_TypeError, "expected the structure of a result");
+    if (way->is_flat < 0) {
         free_way(way);
         return NULL;
     }
@@ -681,17 +623,17 @@ make_way(const Call *call, PyObject *call_spec)
 /* How a call like this was recorded before; NULL without an error: it is left to Python. */
 static Way *
 find(FastPath *self, Call *call, PyObject *cell, PyObject *const *args, Py_ssize_t length,
-     PyObject *const *names, PyObject *const *values, Py_ssize_t num_options)
+     PyObject *names)
 {
     PyObject *held = NULL;
     int found = look_at_cell(self, call, cell, &held);
     for (Py_ssize_t i = 0; found == 1 && i < length; i++)
-        found = look_at(self, call, args[i], 0, 0);
+        found = look_at(self, call, args[i], 0);
     for (Py_ssize_t i = 0; found == 1 && i < PyTuple_Size(held); i++)
         found = push_references(call, PyTuple_GetItem(held, i), 1) < 0 ? -1 : 1;
     Py_XDECREF(held);
-    if (found == 1 && num_options > 0)
-        found = look_at_options(self, call, names, values, num_options);
+    if (found == 1 && names != NULL)
+        found = look_at_options(self, call, names, args + length);
     Way *way = found == 1 ? find_way(&self->ways, &call->words) : NULL;
     if (found != 1 || way != NULL)
         return way;
@@ -824,29 +766,6 @@ make_tuple(FastPath *self, Way *way, int64_t first, PyObject *kinds, PyObject *u
     return results;
 }
 
-/* Results in tuples of tuples, as `nested` has their numbers, counted from `first`. */
-static PyObject *
-make_nested(FastPath *self, int64_t first, PyObject *kinds, PyObject *nested)
-{
-    if (!PyTuple_CheckExact(nested)) {
-        Py_ssize_t i = PyLong_AsSsize_t(nested);
-        PyObject *number = PyLong_FromLongLong(first + i);
-        PyObject *x = make_result(self, number, PyTuple_GetItem(kinds, i));
-        Py_XDECREF(number);
-        return x;
-    }
-    Py_ssize_t length = PyTuple_Size(nested);
-    PyObject *results = PyTuple_New(length);
-    for (Py_ssize_t i = 0; results != NULL && i < length; i++) {
-        PyObject *x = make_nested(self, first, kinds, PyTuple_GetItem(nested, i));
-        if (x == NULL)
-            Py_CLEAR(results);
-        else
-            PyTuple_SetItem(results, i, x);
-    }
-    return results;
-}
-
 /* Results from number `first` on, in the structure of a call; the twin of `Recorder.results`. */
 static PyObject *
 make_tree(FastPath *self, int64_t first, PyObject *kinds, PyObject *call_spec)
@@ -909,7 +828,7 @@ record(FastPath *self, Way *way, const Words *reads)
     if (write_node(self, way, reads, &first) < 0)
         return NULL;
     PyObject *kinds = Py_NewRef(way->kinds), *unit = Py_NewRef(way->unit), *results;
-    PyObject *call_spec = Py_NewRef(way->call_spec), *nested = Py_XNewRef(way->nested);
+    PyObject *call_spec = Py_NewRef(way->call_spec);
     if (way->is_flat)
         results = make_tuple(self, way, first, kinds, unit);
     else if (way->is_single) {
@@ -917,8 +836,7 @@ record(FastPath *self, Way *way, const Words *reads)
         results = make_result(self, number, PyTuple_GetItem(kinds, 0));
         Py_XDECREF(number);
     } else {
-        results = nested != NULL ? make_nested(self, first, kinds, nested)
-                                 : make_tree(self, first, kinds, call_spec);
+        results = make_tree(self, first, kinds, call_spec);
         PyObject *number = results == NULL || unit == Py_None ? NULL : PyLong_FromLongLong(first);
         if (results != NULL && unit != Py_None &&
             (number == NULL || PyList_Append(self->kept, results) < 0 ||
@@ -929,7 +847,6 @@ record(FastPath *self, Way *way, const Words *reads)
     Py_DECREF(kinds);
     Py_DECREF(unit);
     Py_DECREF(call_spec);
-    Py_XDECREF(nested);
     return results;
 }
 
@@ -956,13 +873,13 @@ publish(FastPath *self)
 /* Records a call and returns its results; NULL without an error if it is left to Python. */
 static PyObject *
 record_known(FastPath *self, PyObject *cell, PyObject *const *args, Py_ssize_t count,
-             PyObject *const *names, PyObject *const *values, Py_ssize_t num_options)
+             PyObject *names)
 {
     Call call;
     init_words(&call.words);
     init_words(&call.held);
     init_words(&call.reads);
-    Way *way = find(self, &call, cell, args, count, names, values, num_options);
+    Way *way = find(self, &call, cell, args, count, names);
     PyObject *results = way == NULL ? NULL : record(self, way, &call.reads);
     free_words(&call.words);
     free_words(&call.reads);
@@ -982,20 +899,14 @@ call_cell(PyObject *object, PyObject *const *argv, Py_ssize_t argc)
         PyErr_SetString(PyExc_TypeError, "expected a cell, a tuple and a dict");
         return NULL;
     }
-    PyObject *few[FEW_ARGUMENTS] = {NULL}, **args = few, *names[MAX_DEPTH], *values[MAX_DEPTH];
-    Py_ssize_t count = PyTuple_Size(argv[1]), position = 0, num_options = 0;
-    PyObject *results = NULL;
-    if (PyDict_Size(argv[2]) <= MAX_DEPTH) {
-        if (count > FEW_ARGUMENTS && (args = malloc((size_t)count * sizeof(PyObject *))) == NULL)
-            return PyErr_NoMemory();
+    PyObject *args[FEW_ARGUMENTS], *results = NULL;
+    Py_ssize_t count = PyTuple_Size(argv[1]);
+    if (count <= FEW_ARGUMENTS && PyDict_Size(argv[2]) == 0) {
         for (Py_ssize_t i = 0; i < count; i++)
             args[i] = PyTuple_GetItem(argv[1], i);
-        while (PyDict_Next(argv[2], &position, &names[num_options], &values[num_options]))
-            num_options++;
-        results = record_known(self, argv[0], args, count, names, values, num_options);
-        if (args != few)
-            free(args);
-    }
+        results = record_known(self, argv[0], args, count, NULL);
+    } else
+        publish(self);
     if (results != NULL || PyErr_Occurred())
         return results;
     return PyObject_CallFunctionObjArgs(self->python, argv[0], argv[1], argv[2], NULL);
@@ -1013,25 +924,10 @@ record_call(PyObject *object, PyObject *cell, PyObject *const *args, Py_ssize_t 
             PyObject *names)
 {
     FastPath *self = (FastPath *)object;
-    PyObject *options = NULL, *tuple = NULL, *results = NULL;
-    PyObject *keywords[MAX_DEPTH];
-    Py_ssize_t num_options = names == NULL ? 0 : PyTuple_Size(names);
-    if ((PyObject *)Py_TYPE(cell) == self->cell && num_options <= MAX_DEPTH) {
-        for (Py_ssize_t i = 0; i < num_options; i++)
-            keywords[i] = PyTuple_GetItem(names, i);
-        results = record_known(self, cell, args, count, keywords, args + count, num_options);
-    }
-    if (results == NULL && !PyErr_Occurred()) {
-        options = names == NULL ? PyDict_New() : named_arguments(args + count, names);
-        tuple = PyTuple_New(count);
-        for (Py_ssize_t i = 0; tuple != NULL && i < count; i++)
-            PyTuple_SetItem(tuple, i, Py_NewRef(args[i]));
-        if (tuple != NULL && options != NULL)
-            results = PyObject_CallFunctionObjArgs(self->python, cell, tuple, options, NULL);
-    }
-    Py_XDECREF(tuple);
-    Py_XDECREF(options);
-    return results;
+    PyObject *results = record_known(self, cell, args, count, names);
+    if (results != NULL || PyErr_Occurred())
+        return results;
+    return call_recorder(self->python, cell, args, count, names);
 }
 
 /* forget_objects(): forgets what is known by its address, before the objects are let go. */
@@ -1059,10 +955,10 @@ next_instance(PyObject *object, PyObject *nothing)
 
 #define EACH(visit)                                                                               \
     visit(recorder) visit(result) visit(shared) visit(cell) visit(known) visit(computed)          \
-    visit(kept) visit(numbers) visit(arrays) visit(nodes) visit(units) visit(ndarray) visit(same)              \
+    visit(kept) visit(numbers) visit(arrays) visit(nodes) visit(units) visit(ndarray) visit(same) \
     visit(watched) visit(calls) visit(cells) visit(call_specs) visit(references)                  \
     visit(input_group) visit(counter) visit(input_value) visit(flatten) visit(python)             \
-     visit(of_ints)
+    visit(of_ints)
 
 static int
 traverse(PyObject *object, visitproc visit, void *arg)
@@ -1194,8 +1090,8 @@ init_fast_path(PyObject *module)
     name_described_cell = PyUnicode_InternFromString("described_cell");
     name_shape = PyUnicode_InternFromString("shape");
     name_dtype = PyUnicode_InternFromString("dtype");
-    name_symbol = PyUnicode_InternFromString("symbol");
     name_copy = PyUnicode_InternFromString("copy");
+    name_symbol = PyUnicode_InternFromString("symbol");
     name_unflatten = PyUnicode_InternFromString("unflatten");
     return fast_path_type == NULL || PyErr_Occurred() ? -1 : 0;
 }

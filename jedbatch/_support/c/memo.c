@@ -78,8 +78,7 @@ new_way(const Words *words)
 void
 free_way(Way *way)
 {
-    PyObject *held[] = {way->held, way->call_spec, way->kinds, way->unit, way->nested,
-                        way->made_values};
+    PyObject *held[] = {way->held, way->call_spec, way->kinds, way->unit, way->made_values};
     free_spare(way);
     free(way);
     for (size_t i = 0; i < sizeof(held) / sizeof(*held); i++)

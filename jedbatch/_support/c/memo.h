@@ -52,7 +52,6 @@ typedef struct {
     uint64_t hash;
     Py_ssize_t count;
     PyObject *held, *call_spec, *kinds, *unit;
-    PyObject *nested; /* the numbers of results in tuples of tuples, if that is their structure */
     PyObject *made_values; /* the operands that are made first, as in `CallSpec` */
     int64_t id;
     Py_ssize_t num_results;
