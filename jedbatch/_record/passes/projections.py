@@ -111,8 +111,8 @@ class Projections:
                 cuts = {t: c for t in graph.present_types if (c := self._cuts.get(t)) is not None}
                 self._graphs[graph] = None
                 if cuts:
-                    types = self._registry.types
-                    whole = rewrite(graph, halves(graph, cuts, types), types)
+                    known = self._registry.types
+                    whole = rewrite(graph, halves(graph, cuts, known), known)
                     self._graphs[graph] = Halves(whole, {})
         found = {graph: self._graphs[graph] for graph in graphs}
         return [r if (cut := found[r.whole]) is None else cut.of(r) for r in records]
