@@ -2,33 +2,31 @@
 
 Devices of several processes run one program together only if all processes compile the same: the
 same kernels in the same order, the same sizes, the same number of instances. A process knows its
-own minibatch alone. So before a plan is handed out, processes tell each other what they would run,
-as a digest. If all are equal, which they are once programs have room for everybody, that is all. If
-not, they exchange programs as JSON, and each makes the same one of them, which has room for all.
+own minibatch alone. So before a plan is handed out, processes tell each other what they would run.
+If that is the same, which it is once programs have room for everybody, one all-gather of digests is
+all. If not, one more brings all programs as JSON, and each process makes the same one of them: that
+of the largest sizes.
 
 A process that cannot plan its minibatch says so, and all end with an error. So plans are handed out
 to all processes in the same order, in the thread that also runs them.
 """
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jedbatch import checks
-from jedbatch._export.programs import (
-    reverse_of,
-    reverse_to_json,
-    signature_of,
-    signature_to_json,
-)
+from jedbatch._export.encoding import from_json, to_json
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._program.alive import Refused
+from jedbatch._program.capacity import Capacity
 from jedbatch._program.fit import lowered_for, reverse_tables, with_instructions_for
 from jedbatch._program.lower import Lowered
 from jedbatch._program.lower_vjp import (
@@ -47,13 +45,7 @@ from jedbatch._session.program_cache import ProgramCache
 MAX_ROUNDS = 8  # in which programs grow until all processes have room
 STATES = READY, FAILED, ENDED = range(3)
 WORD = 8  # bytes of a digest that are compared
-LARGER = ("lanes", "widest", "inputs", "outputs")
-Exchange = Callable[[bytes], list[bytes]]
-
-
-def digest(*parts: Any) -> bytes:
-    """Returns a digest of what is written as JSON."""
-    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=WORD).digest()
+Found = TypeVar("Found")
 
 
 def gathered(own: np.ndarray) -> np.ndarray:
@@ -73,13 +65,18 @@ def gathered(own: np.ndarray) -> np.ndarray:
         ) from error
 
 
-def all_bytes(own: bytes) -> list[bytes]:
-    """Returns the bytes of all processes, of any length."""
-    lengths = gathered(np.array([len(own)], np.int32))[:, 0].tolist()
-    padded = np.zeros(max(*lengths, 1), np.uint8)
-    padded[: len(own)] = np.frombuffer(own, np.uint8)
+def exchanged(own: Any) -> list[Any]:
+    """Returns what each process has to say as JSON; one all-gather does if that is the same."""
+    text = json.dumps(own).encode()
+    digest = hashlib.blake2b(text, digest_size=WORD).digest()
+    heads = gathered(np.frombuffer(digest + len(text).to_bytes(4, "big"), np.uint8))
+    if (heads == heads[0]).all():
+        return [json.loads(text)] * len(heads)
+    lengths = [int.from_bytes(head[WORD:].tobytes(), "big") for head in heads]
+    padded = np.zeros(max(lengths), np.uint8)
+    padded[: len(text)] = np.frombuffer(text, np.uint8)
     rows = gathered(padded)
-    return [row[:n].tobytes() for row, n in zip(rows, lengths, strict=True)]
+    return [json.loads(row[:n].tobytes()) for row, n in zip(rows, lengths, strict=True)]
 
 
 def agree_to_begin(name: str, state: int, facts: Mapping[str, Any], error: str = "") -> bool:
@@ -95,11 +92,8 @@ def agree_to_begin(name: str, state: int, facts: Mapping[str, Any], error: str =
       RuntimeError: another process could not plan its minibatch, or has ended.
       ValueError: processes disagree in some fact, or have different numbers of minibatches.
     """
-    own = np.frombuffer(digest(dict(facts)), np.uint8).astype(np.int32)
-    found = gathered(np.append(np.int32(state), own).astype(np.int32))
-    states = found[:, 0].tolist()
+    states, every, errors = zip(*exchanged([state, dict(facts), error]), strict=True)
     if FAILED in states:
-        errors = [x.decode() for x in all_bytes(error.encode())]
         if state != FAILED:
             process = states.index(FAILED)
             raise RuntimeError(
@@ -115,17 +109,15 @@ def agree_to_begin(name: str, state: int, facts: Mapping[str, Any], error: str =
             f"the processes {ended} have no more minibatches of the batched `{name}`, and others "
             "have; expected equally many in each. Drop what is left over in loaders of data."
         )
-    if (found[:, 1:] != found[0, 1:]).any():
-        every = [json.loads(x) for x in all_bytes(json.dumps(dict(facts)).encode())]
-        for fact in facts:
-            values = [x[fact] for x in every]
-            if any(x != values[0] for x in values):
-                other = next(i for i, x in enumerate(values) if x != values[0])
-                raise ValueError(
-                    f"processes disagree in {fact} of the batched `{name}`: process 0 has "
-                    f"{checks.cut(values[0], 200)}, and process {other} has "
-                    f"{checks.cut(values[other], 200)}; expected the same in all."
-                )
+    for fact in facts:
+        values = [x[fact] for x in every]
+        if any(x != values[0] for x in values):
+            other = next(i for i, x in enumerate(values) if x != values[0])
+            raise ValueError(
+                f"processes disagree in {fact} of the batched `{name}`: process 0 has "
+                f"{checks.cut(values[0], 200)}, and process {other} has "
+                f"{checks.cut(values[other], 200)}; expected the same in all."
+            )
     return True
 
 
@@ -149,126 +141,110 @@ class Agreement:
         All processes get the same program; see `ProgramCache.lower_together`.
         """
         found, reverse, tables = self._programs.lower_together(shards, leaves)
-        found = self._agreed(shards, found)
+        found = agreed(found, self._named, functools.partial(self._fitted, shards))
         signature = found[0].signature
         if leaves is None:
             self._programs.adopt(signature)
             return found, None, []
         if reverse is None or reverse.forward != signature:
             reverse, tables = self._programs.reverse_together(found, leaves)
-        reverse, tables = self._agreed_reverse(found, leaves, reverse, tables)
+        reverse, tables = agreed(
+            (reverse, tables),
+            lambda pair: replace(pair[0], forward=None),  # type: ignore[arg-type]
+            lambda every: fitted_reverse(
+                found, leaves, replace(merged_reverse(every), forward=signature)
+            ),
+        )
         self._programs.adopt(signature, reverse)
         return found, reverse, tables
 
-    def _agreed(self, shards: Sequence[Placement], found: list[Lowered]) -> list[Lowered]:
-        """Returns minibatches for a program that all processes have."""
-        for _ in range(MAX_ROUNDS):
-            signature = found[0].signature
-            every = self._exchanged(self._written(signature))
-            if every is None:
-                return found
-            merged = self._merged(every)
-            again = lowered_for(shards, merged)
-            found = again or lowered_for(shards, with_instructions_for(shards, merged))
-            assert found, "a program made of all has no room for one"
-        raise AssertionError("processes find no program for all")
+    def _named(self, found: list[Lowered]) -> Signature:
+        """Returns the program of minibatches, with names of kernels in their place.
 
-    def _agreed_reverse(
-        self, found: list[Lowered], leaves: Sequence[Any], reverse: ReverseSignature, tables: Any
-    ) -> tuple[ReverseSignature, list[Any]]:
-        """Returns a reverse program that all processes have, and the tables for it."""
-        for _ in range(MAX_ROUNDS):
-            every = self._exchanged(reverse_to_json(reverse))
-            if every is None:
-                return reverse, tables
-            merged = merged_reverse([reverse_of(x, reverse.forward) for x in every])
-            reverse, tables = fitted_reverse(found, leaves, merged)
-        raise AssertionError("processes find no reverse program for all")
+        A name is a label, and what tells the kernel apart in all processes, if anything does.
+        """
+        signature = found[0].signature
+        names: Any = tuple((k.node_type.label, self._identity(k)) for k in signature.kernels)
+        return replace(signature, kernels=names)
 
-    def _exchanged(self, written: Mapping[str, Any]) -> list[Any] | None:
-        """Returns what all processes wrote; None if it is the same."""
-        text = json.dumps(written, default=int)
-        own = np.frombuffer(digest(text), np.uint8).astype(np.int32)
-        found = gathered(own)
-        if (found == found[0]).all():
-            return None
-        return [json.loads(x) for x in all_bytes(text.encode())]
-
-    def _written(self, signature: Signature) -> dict[str, Any]:
-        kernels = [[str(k.node_type.label), self._identity(k)] for k in signature.kernels]
-        return {**signature_to_json(signature), "kernels": kernels}
+    def _fitted(self, shards: Sequence[Placement], every: Sequence[Signature]) -> list[Lowered]:
+        """Returns minibatches for the program that has room for those of all processes."""
+        program = merged(every)
+        program = replace(program, kernels=self._own(program.kernels))
+        found = lowered_for(shards, program)
+        found = found or lowered_for(shards, with_instructions_for(shards, program))
+        assert found, "a program made of all has no room for one"
+        return found
 
     def _identity(self, kernel: Kernel) -> str:
-        """Returns what tells a kernel apart in all processes; its label if nothing else does."""
         if kernel not in self._identities:
-            found = identity_of(kernel, self._programs.registry)
-            self._identities[kernel] = "" if found is None else found.hex()
+            self._identities[kernel] = identity_of(kernel, self._programs.registry)
         return self._identities[kernel]
 
-    def _merged(self, every: Sequence[Mapping[str, Any]]) -> Signature:
-        """Returns the program that has room for those of all processes, the same in each."""
-        sizes = [sum(x["lanes"]) for x in every]
-        largest = sizes.index(max(sizes))
-        order = [every[largest], *every]
-        kinds = list(dict.fromkeys(tuple(k) for x in order for k in x["kernels"]))
-        self._check_kernels(every)
-        kernels = [self._own(*kind) for kind in kinds]
-        made = [signature_of(x, [self._own(*k) for k in x["kernels"]]) for x in order]
-        capacity = made[0].capacity
-        for other in made[1:]:
-            capacity = _largest(capacity, other.capacity)
-        readings: dict[Kernel, Any] = {}
-        for signature in made:
-            for kernel, reading in zip(signature.kernels, signature.readings, strict=True):
-                readings.setdefault(kernel, reading)
-        base = made[0]
-        reuse = any(x.shared_rows is not None for x in made)
-        merged = Signature.of(capacity, base.target, readings, reuse)
-        assert list(merged.kernels) == kernels
-        return replace(merged, branches=base.branches)
+    def _own(self, names: Sequence[Any]) -> tuple[Kernel, ...]:
+        """Returns the kernels of this process that have some names.
 
-    def _own(self, label: str, identity: str) -> Kernel:
-        """Returns the kernel of this process that is the same as one elsewhere."""
-        programs = self._programs
-        for t, node_type in enumerate(programs.registry.node_types):
-            if node_type.label == label and self._identity(programs.kernel(t)) == identity:
-                return programs.kernel(t)
-        raise self._unlike(label)
-
-    def _check_kernels(self, every: Sequence[Mapping[str, Any]]) -> None:
-        """Raises the same error in all processes if one has not met a type of another."""
-        labels = {label for x in every for label, _ in x["kernels"]}
-        missing = []
-        for x in every:
-            for label, identity in x["kernels"]:
-                try:
-                    self._own(label, identity)
-                except ValueError:
-                    missing.append(label)
-        found = all_bytes(json.dumps(sorted(set(missing))).encode())
-        for process, text in enumerate(found):
-            for label in json.loads(text):
-                if label in labels:
-                    raise self._unlike(label, process)
-
-    def _unlike(self, label: str, process: int | None = None) -> ValueError:
-        where = "a process" if process is None else f"process {process}"
-        return ValueError(
-            f"{where} has no node type `{label}` of the batched `{self._name}` that computes the "
-            "same as in another process; expected the same function, with the same constants, in "
-            "all processes, and all types to be known there. Call `warm` with the same sample of "
-            "instances in each before the first minibatch."
-        )
+        Raises:
+          ValueError: a process has not met one of the types; the same error in all processes.
+        """
+        labels = {label for label, _ in names}
+        known: dict[Any, Kernel] = {}
+        for t, node_type in enumerate(self._programs.registry.node_types):
+            if node_type.label in labels:
+                kernel = self._programs.kernel(t)
+                known.setdefault((node_type.label, self._identity(kernel)), kernel)
+        missing = sorted(label for label, identity in names if (label, identity) not in known)
+        for process, of_process in enumerate(exchanged(missing)):
+            for label in of_process:
+                raise ValueError(
+                    f"process {process} has no node type `{label}` of the batched `{self._name}` "
+                    "that computes the same as in another process; expected the same function, "
+                    "with the same constants, in all processes, and all types to be known there. "
+                    "Call `warm` with the same sample of instances in each before the first "
+                    "minibatch."
+                )
+        return tuple(known[name] for name in names)
 
 
-def _largest(mine: Any, its: Any) -> Any:
+def agreed(
+    found: Found, program: Callable[[Found], Any], fitted: Callable[[list[Any]], Found]
+) -> Found:
+    """Returns what all processes find for one program.
+
+    Args:
+      found: in this process.
+      program: returns the program of what is found.
+      fitted: returns what is found for a program that has room for those of all processes.
+    """
+    for _ in range(MAX_ROUNDS):
+        every = exchanged(to_json(program(found)))
+        if all(x == every[0] for x in every):
+            return found
+        found = fitted(list(map(from_json, every)))
+    raise AssertionError("processes find no program for all")
+
+
+def merged(several: Sequence[Signature]) -> Signature:
+    """Returns the program that has room for all of several, the same in each process."""
+    order = [max(several, key=lambda s: sum(s.lanes)), *several]
+    readings: dict[Kernel, Any] = {}
+    for signature in order:
+        for kernel, reading in zip(signature.kernels, signature.readings, strict=True):
+            readings.setdefault(kernel, reading)
+    capacity = functools.reduce(_largest, (s.capacity for s in order))
+    reuse = any(s.shared_rows is not None for s in several)
+    made = Signature.of(capacity, order[0].target, readings, reuse)
+    return replace(made, branches=order[0].branches)
+
+
+def _largest(mine: Capacity, its: Capacity) -> Capacity:
     """Returns the larger of each size of two capacities; what only the other has comes last."""
     sizes = {}
     for name, own in mine.sizes.items():
         other = its.sizes.get(name, {})
         keys = dict.fromkeys([*own, *other])
         sizes[name] = {key: max(own.get(key, 0), other.get(key, 0)) for key in keys}
-    return type(mine)(sizes)
+    return Capacity(sizes)
 
 
 def merged_reverse(several: Sequence[ReverseSignature]) -> ReverseSignature:

@@ -36,7 +36,6 @@ from jedbatch._session.portable import (
     ProgramForms,
     cuts_of,
     digest_of,
-    follow_cuts,
 )
 from jedbatch._support.types import Array
 from jedbatch.errors import PlannedHereWarning
@@ -93,7 +92,7 @@ class Planner:
         self._sample, self._gradient = sample, gradient
         self._session, leaves = core.session(shared)
         self._types = [*map(array_type, leaves)]
-        self._exporter = Exporter(self._session.programs)
+        self._exporter = Exporter(self._session.programs, gradient)
         self._num_attached = self._num_planned_here = 0
         plan = self._plan(sample)
         if plan.ragged:
@@ -101,7 +100,7 @@ class Planner:
                 f"instances of the batched `{core.name}` have arrays that differ in length, "
                 "which other processes cannot plan; leave out `workers`, or pad these arrays."
             )
-        self._digest = self._exporter.digest(plan)
+        self._digest = digest_of(plan, self._exporter.identity)
         self._reached = core.environment.look().number
         self._read = self._reading()
         self._pickled()
@@ -264,7 +263,7 @@ class Planner:
         }
         return pickle.dumps(state)
 
-    def _cuts(self) -> dict[bytes, tuple[int, ...]]:
+    def _cuts(self) -> dict[str, tuple[int, ...]]:
         """Returns which types of nodes are cut in two, and where."""
         projections = self._session.projections
         return {} if projections is None else cuts_of(projections, self._session.programs)
@@ -352,7 +351,8 @@ class _Work:
         self._session.programs = self._programs
         self._programs.accept(state["programs"])
         if self._session.projections is not None:
-            follow_cuts(self._session.projections, self._programs, state["cuts"])
+            cuts, identity = state["cuts"], self._programs.identity
+            self._session.projections.followed = lambda node_type: cuts.get(identity(node_type))
         self._is_another = not self._computes(*state["digests"])
 
     def _computes(self, digest: bytes, read: bytes | None) -> bool:
@@ -366,7 +366,7 @@ class _Work:
             plan = self._core.lasting_plan(self._session, self._sample, self._gradient)
         except NoProgramError:
             return True
-        return digest_of(plan, self._session.registry, self._programs.identities) == digest
+        return digest_of(plan, lambda kernel: kernel.node_type.identity) == digest
 
     def prepare(self, instances: list[Any], programs: ProgramForms | None) -> Prepared:
         """Plans a minibatch; raises `NoProgramError` if it fits no program."""

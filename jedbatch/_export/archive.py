@@ -13,7 +13,7 @@ from typing import Any
 from jedbatch import checks
 
 FORMAT = "jedbatch exported model"
-VERSION = 2  # raised by what a reader of the version before would misunderstand
+VERSION = 3  # raised by what a reader of the version before would misunderstand
 HEADER = "header.json"
 MAX_BYTES, MAX_RATIO = 1 << 26, 100  # of what is unpacked
 EPOCH = (1980, 1, 1, 0, 0, 0)  # for all members, so that equal ones are equal files

@@ -1,26 +1,74 @@
-"""Value types, sizes and targets as JSON.
+"""Kernels, programs and types as JSON.
 
-Later versions read these, in processes with other versions of JAX. So everything is spelled out,
-field by field, and nothing depends on how Python or JAX would print or pickle it.
+Later versions read these, in processes with other versions of JAX. So an object is written as the
+name of its class with its fields, and nothing depends on how Python or JAX would print or pickle
+it. Only the classes below are read. What a version before did not have is as by default, and what a
+later one has besides is left out: where that would be misunderstood, the version of files is
+another one (see `archive`).
 """
 
 import dataclasses
 import functools
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from jedbatch._graph.serialize import value_type_to_json
-from jedbatch._graph.types import ValueType
-from jedbatch._jaxpr.storage import Kind
-from jedbatch._kernel.target import CPU, Target
+from jedbatch._export.trees import ParameterType
+from jedbatch._graph.types import NodeType, ValueType
+from jedbatch._kernel.kernel_spec import KernelSpec, VjpSpec
+from jedbatch._kernel.operand_lists import ListPlaces, Parameter
+from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Buckets
+from jedbatch._program.alive import Refused
+from jedbatch._program.instructions import Branch
+from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._program.signature import Signature
 from jedbatch._support.types import Dtype
 
 KEY_IMPLS = ("threefry2x32", "rbg", "unsafe_rbg")
+RECORDS = (
+    *(ValueType, NodeType, Parameter, ListPlaces, Buckets, Target, KernelSpec, VjpSpec),
+    *(Branch, Signature, Refused, ReverseSignature, ParameterType),
+)
+
+
+def to_json(x: Any) -> Any:
+    """Returns an object as JSON, for `from_json`: numbers, dtypes, containers, `RECORDS`."""
+    if isinstance(x, RECORDS):
+        return {"is": type(x).__name__, **{name: to_json(getattr(x, name)) for name in _names(x)}}
+    if isinstance(x, list | tuple):
+        return list(map(to_json, x))
+    if isinstance(x, frozenset):
+        return {"is": "frozenset", "of": sorted(x)}
+    if isinstance(x, Mapping):
+        return {"is": "dict", "of": [[key, to_json(x[key])] for key in sorted(x)]}
+    if x is None or isinstance(x, bool | int | float | str):
+        return x
+    return x.item() if isinstance(x, np.generic) else {"is": "dtype", "of": str(x)}
+
+
+def from_json(written: Any) -> Any:
+    """Returns what `to_json` wrote, with tuples in place of lists.
+
+    Raises:
+      KeyError, TypeError, ValueError: something else wrote it.
+    """
+    if isinstance(written, list):
+        return tuple(map(from_json, written))
+    if not isinstance(written, dict):
+        return written
+    made: Any = READ_BY[written["is"]]
+    if "of" in written:
+        return made(from_json(written["of"]))
+    return made(**{name: from_json(written[name]) for name in _names(made) if name in written})
+
+
+def _names(record: Any) -> tuple[str, ...]:
+    """Returns the names of the fields of a record, or of a class of records."""
+    return getattr(record, "_fields", None) or tuple(f.name for f in dataclasses.fields(record))
 
 
 @functools.cache
@@ -36,64 +84,7 @@ def dtype_named(name: str) -> Dtype:
         raise ValueError(f"its values are of dtype {name!r}, which is not known here") from None
 
 
-def value_type_of(written: Any) -> ValueType:
-    """Returns the value type that `value_type_to_json` wrote."""
-    shape, name, weak = written
-    return ValueType(tuple(map(int, shape)), dtype_named(name), bool(weak))
-
-
-def kind_to_json(kind: Kind) -> list[Any]:
-    """Returns the shape and dtype of rows as JSON."""
-    return value_type_to_json(ValueType(*kind))[:2]
-
-
-def kind_of(written: Any) -> Kind:
-    """Returns what `kind_to_json` wrote."""
-    shape, name = written
-    return tuple(map(int, shape)), dtype_named(name)
-
-
-def buckets_to_json(buckets: Buckets) -> list[Any]:
-    """Returns widths of chunks as JSON."""
-    return [list(buckets.widths), buckets.overhead]
-
-
-def buckets_of(written: Any) -> Buckets:
-    """Returns what `buckets_to_json` wrote."""
-    widths, overhead = written
-    return Buckets(tuple(map(int, widths)), int(overhead))
-
-
-def target_to_json(target: Target) -> dict[str, Any]:
-    """Returns a target as JSON."""
-    found = {f.name: getattr(target, f.name) for f in dataclasses.fields(target)}
-    return {
-        name: buckets_to_json(x) if isinstance(x, Buckets) else list(x) if type(x) is tuple else x
-        for name, x in found.items()
-    }
-
-
-def target_written(written: Mapping[str, Any]) -> Target:
-    """Returns what `target_to_json` wrote, in this version or another one.
-
-    What a version before did not have is as by default, and what a later one has besides is left
-    out: tables depend on neither, or the version of files would be another one.
-    """
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(Target):
-        if field.name not in written and field.name != "name":
-            continue
-        x = written[field.name]
-        if isinstance(getattr(CPU, field.name), Buckets):
-            values[field.name] = buckets_of(x)
-        else:
-            values[field.name] = tuple(x) if isinstance(x, list) else x
-    return Target(**values)
-
-
-def tuples(written: Any) -> Any:
-    """Returns nested lists as tuples."""
-    return tuple(map(tuples, written)) if isinstance(written, Sequence) else written
+READ_BY = {x.__name__: x for x in (*RECORDS, frozenset, dict)} | {"dtype": dtype_named}
 
 
 def version_of(package: str) -> str:

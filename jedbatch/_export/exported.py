@@ -14,8 +14,7 @@ from jax.core import Tracer
 from jedbatch import checks
 from jedbatch._export import archive
 from jedbatch._export.binding import NodeTypes, called, labelled
-from jedbatch._export.encoding import dtype_named, kind_of, value_type_of
-from jedbatch._export.planned_kernels import kernel_of
+from jedbatch._export.encoding import dtype_named, from_json
 from jedbatch._export.planning import (
     ByRankOr,
     ExportedStatic,
@@ -83,15 +82,12 @@ class Exported:
     def __init__(self, header: Mapping[str, Any], members: Mapping[str, bytes]):
         self._header, self._members = header, members
         self.name: str = str(header["name"])
-        self.node_types: tuple[NodeType, ...] = tuple(map(_type_of, header["types"]))
+        self.node_types: tuple[NodeType, ...] = tuple(map(_known, from_json(header["types"])))
         self._types = NodeTypes(self.node_types)
-        self.parameters: tuple[ParameterType, ...] = tuple(
-            map(ParameterType.of, header["parameters"])
-        )
+        self.parameters: tuple[ParameterType, ...] = from_json(header["parameters"])
         self.batch_size: int = int(header["batch_size"])
         self._stacked, self._structure = bool(header["stacked"]), header["structure"]
-        kinds = header["results"]
-        self._results = None if kinds is None else tuple(map(kind_of, kinds))
+        self._results = from_json(header["results"])
         self._policy, self._order = _policy_of(header["policy"]), str(header["order"])
         platforms = (p for x in header["targets"] for p in x["platforms"])
         self.platforms: tuple[str, ...] = tuple(platforms)
@@ -140,12 +136,13 @@ class Exported:
         """Returns the programs of a target, for "inference" or "training", and what runs them."""
         if (number, kind) not in self._variants:
             target = self._header["targets"][number]
-            pairs = zip(self.node_types, target["kernels"], strict=True)
+            pairs = zip(self.node_types, from_json(target["kernels"]), strict=True)
+            kernels = [replace(kernel, node_type=t) for t, kernel in pairs]
             written = target["variants"][kind]
             data = {
                 name: self._members[member_name(number, kind, name)] for name in written["programs"]
             }
-            variant = Variant.of(written, [kernel_of(t, x) for t, x in pairs], data)
+            variant = Variant.of(written, kernels, data)
             found = variant, Portable(variant, self._count)
             self._variants[number, kind] = self._of_signature[id(variant.signature)] = found
         return self._variants[number, kind]
@@ -486,7 +483,7 @@ class _TableRows:
     def __init__(self, kernels: Sequence[Any]):
         self.node_types = [kernel.node_type for kernel in kernels]
         self.table_rows = {
-            t: tuple((k, n, stored(x.operands[k])) for k, n in x.table_rows.items())
+            t: tuple((k, n, stored(x.operands[k])) for k, n in x.table_rows)
             for t, x in enumerate(kernels)
         }
 
@@ -496,16 +493,10 @@ def member_name(number: int, kind: str, name: str) -> str:
     return f"programs/{number}/{kind}/{name}"
 
 
-def _type_of(written: Mapping[str, Any]) -> NodeType:
-    return NodeType(
-        str(written["name"]),
-        Operation(("exported", str(written["label"]), str(written["identity"])), None),
-        tuple(map(value_type_of, written["operands"])),
-        (),
-        tuple(map(value_type_of, written["results"])),
-        str(written["label"]),
-        str(written["identity"]),
-    )
+def _known(node_type: NodeType) -> NodeType:
+    """Returns a type with an operation, by which it is told apart from others."""
+    key = "exported", node_type.label, node_type.identity
+    return replace(node_type, operation=Operation(key, None))
 
 
 def _policy_of(written: Any) -> Policy | None:

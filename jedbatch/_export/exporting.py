@@ -11,17 +11,16 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._export import archive
-from jedbatch._export.encoding import kind_to_json, version_of
+from jedbatch._export.encoding import to_json, version_of
 from jedbatch._export.exported import HEURISTICS, Exported, member_name
-from jedbatch._export.planned_kernels import kernel_to_json
 from jedbatch._export.programs import Variant, default_platform, programs_of_variant
 from jedbatch._export.trees import parameter_types, structure_to_json
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import InputRows
-from jedbatch._graph.serialize import type_to_json
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.configuration import without_mesh
 from jedbatch._jaxpr.storage import from_stored, is_key, stored, to_stored
+from jedbatch._kernel.kernel_spec import KernelSpec
 from jedbatch._kernel.target import Target, target_of_platform
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.executors import Executor
@@ -40,7 +39,7 @@ from jedbatch._session.core import Core
 from jedbatch._session.indices import table_rows
 from jedbatch._session.minibatch import Minibatch, graph_of
 from jedbatch._session.pipeline import results_of_rows, told_apart
-from jedbatch._session.portable import identity_of
+from jedbatch._session.portable import described, identity_of
 from jedbatch._session.session import Session
 from jedbatch._session.shards import values_at, with_room
 from jedbatch._support.samples import cut_evenly
@@ -80,32 +79,27 @@ def export(
     for number, (sample, (_, own)) in enumerate(zip(samples, targets, strict=True)):
         ids = sample.numbers_of(types)
         kernels = [sample.session.programs.kernel(t) for t in ids]
-        rows = [table_rows(kernel.node_type) for kernel in kernels]
         variants: dict[str, Any] = {}
         for kind in ("inference", "training") if gradient else ("inference",):
             signature, reverse = sample.programs(kind == "training", sizes or {}, used)
             variant, arrays = _exported_variant(sample, signature, reverse, own)
             keys = [_written_array(x, constants, members) for x in arrays]
             variant = replace(variant, constants=tuple(keys))
-            order = [kernels.index(kernel) for kernel in signature.kernels]
-            variants[kind] = {**variant.to_json(), "kernels": order}
+            variants[kind] = variant.to_json(kernels)
             for name, data in variant.data.items():
                 members[member_name(number, kind, name)] = data
-        pairs = zip(kernels, rows, strict=True)
-        written.append(
-            {
-                "platforms": list(own),
-                "kernels": [kernel_to_json(kernel, found, gradient) for kernel, found in pairs],
-                "variants": variants,
-            }
-        )
+        specs = [
+            KernelSpec.of(kernel, None, gradient, sorted(table_rows(kernel.node_type).items()))
+            for kernel in kernels
+        ]
+        written.append({"platforms": own, "kernels": to_json(specs), "variants": variants})
     _check_sizes(sizes or {}, used)
     header = {
         "name": core.name,
         "jedbatch": version_of("jedbatch"),
         "jax": version_of("jax"),
-        "types": list(map(type_to_json, types)),
-        "parameters": [t.to_json() for t in parameter_types(shared, len(first.leaves))],
+        "types": to_json(types),
+        "parameters": to_json(parameter_types(shared, len(first.leaves))),
         "batch_size": room,
         "stacked": core.out_axes is not None,
         "order": core.options.layout,
@@ -155,22 +149,8 @@ def _recorded(core: Core, shared: tuple, instances: list[tuple]) -> Minibatch:
 
 def described_types(session: Session, ids: Sequence[int]) -> list[NodeType]:
     """Returns some node types with all that another process can know of them."""
-    described = []
-    for t in ids:
-        node_type = session.registry.node_types[t]
-        identity = identity_of(session.programs.kernel(t), session.registry)
-        described.append(
-            NodeType(
-                node_type.name,
-                None,
-                node_type.operands,
-                (),
-                node_type.results,
-                node_type.label,
-                "" if identity is None else identity.hex(),
-            )
-        )
-    return described
+    programs = session.programs
+    return [described(k, identity_of(k, session.registry)) for k in map(programs.kernel, ids)]
 
 
 class Sample:
@@ -219,7 +199,7 @@ class Sample:
             return {"structure": None, "results": None}
         ((structure, kinds),) = forms
         tree = jax.tree.unflatten(structure, [0] * structure.num_leaves)
-        return {"structure": structure_to_json(tree), "results": list(map(kind_to_json, kinds))}
+        return {"structure": structure_to_json(tree), "results": to_json(kinds)}
 
     def programs(
         self, keeps: bool, sizes: Mapping[str, int], used: set[str]

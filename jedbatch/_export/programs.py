@@ -13,24 +13,21 @@ compiled core is there where they are exported: it moves rows by calls of the co
 and runs faster, and is used where the core is of the same revision.
 """
 
-import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.export
 
-from jedbatch._export.encoding import kind_of, kind_to_json, target_to_json, target_written, tuples
-from jedbatch._export.planned_kernels import PlannedKernel
+from jedbatch._export.encoding import from_json, to_json
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.native_calls import calls_in_exports
-from jedbatch._program.alive import Refused
+from jedbatch._kernel.kernel_spec import KernelSpec
 from jedbatch._program.arenas import zeros
 from jedbatch._program.executors import Executor
-from jedbatch._program.instructions import Branch
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.signature import Signature
 from jedbatch._program.tables import TableLayout
@@ -38,13 +35,11 @@ from jedbatch._support import native
 from jedbatch._support.announce import announced
 from jedbatch._support.types import Array, PyTree
 
-SIZES = ("lanes", "widest", "inputs", "outputs", "num_instructions", "shared_rows", "readings")
 NEEDS_FLATBUFFERS = (
     "JAX writes and reads exported programs with the package flatbuffers, which is not installed; "
     "write `pip install 'jedbatch[export]'`."
 )
 CORE = "-core"  # after the name of a program that calls the compiled core
-REVERSE_SIZES = ("readers", "input_readers", "sums", "sent", "num_instructions", "tells", "marks")
 
 
 def default_platform() -> str:
@@ -85,7 +80,7 @@ class Variant:
     """Programs for inference, or for training.
 
     Attributes:
-      signature: the sizes, with `PlannedKernel`s in place of kernels.
+      signature: the sizes, with `KernelSpec`s in place of kernels.
       reverse: None if there are no gradients.
       constants: numbers of the constants among its shared values, after the leaves.
       has_prologue: whether `pack` does anything.
@@ -102,7 +97,7 @@ class Variant:
     gradients: tuple[tuple[bool, ...], tuple[bool, ...]]
     data: Mapping[str, bytes]
     revision: int = native.REVISION
-    kernels: tuple[PlannedKernel, ...] = ()
+    kernels: tuple[KernelSpec, ...] = ()
 
     @functools.cached_property
     def _programs(self) -> dict[str, Any]:
@@ -129,101 +124,49 @@ class Variant:
         here = native.core() is not None and default_platform() == "cpu"
         return here and f"forward{CORE}" in self.data and self.revision == native.REVISION
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns all but the programs."""
-        reverse = self.reverse
-        return {
-            **signature_to_json(self.signature),
-            "reverse": None if reverse is None else reverse_to_json(reverse),
+    @property
+    def tables(self) -> list[str]:
+        """Digests of the layouts of its tables."""
+        reverse = [] if self.reverse is None else [self.reverse.form]
+        return list(map(digest_of_layout, [self.signature.form, *reverse]))
+
+    def to_json(self, kernels: Sequence[Any]) -> dict[str, Any]:
+        """Returns all but the programs, with kernels by their place among some."""
+        order: Any = tuple(map(kernels.index, self.signature.kernels))
+        nothing: Any = None
+        parts = {
+            "signature": replace(self.signature, kernels=order),
+            "reverse": self.reverse and replace(self.reverse, forward=nothing),
             "constants": self.constants,
             "has_prologue": self.has_prologue,
             "gradients": self.gradients,
-            "programs": list(self.data),
             "revision": self.revision,
         }
+        written = {name: to_json(x) for name, x in parts.items()}
+        return {**written, "tables": self.tables, "programs": list(self.data)}
 
     @staticmethod
     def of(
-        written: Mapping[str, Any], kernels: Sequence[PlannedKernel], data: Mapping[str, bytes]
+        written: Mapping[str, Any], kernels: Sequence[KernelSpec], data: Mapping[str, bytes]
     ) -> "Variant":
-        """Returns what `to_json` wrote, and "kernels", their numbers in the order of the sizes.
+        """Returns what `to_json` wrote.
 
         Raises:
           ValueError: tables are made in another way by this version of the package.
         """
-        signature = signature_of(written, [kernels[t] for t in written["kernels"]])
-        check_layout(signature.form, written["table"])
-        reverse = None
-        if written["reverse"] is not None:
-            reverse = reverse_of(written["reverse"], signature)
-            check_layout(reverse.form, written["reverse"]["table"])
-        return Variant(
-            signature,
-            reverse,
-            tuple(written["constants"]),
-            written["has_prologue"],
-            tuples(written["gradients"]),
-            data,
-            written["revision"],
-            tuple(kernels),
-        )
-
-
-def check_layout(form: TableLayout, digest: str) -> None:
-    """Raises an error if the tables of a program are others than those made here."""
-    if digest_of_layout(form) != digest:
-        raise ValueError(
-            "its programs read tables that this version of jedbatch makes in another way; export "
-            "the model again with it"
-        )
-
-
-def _branches(written: Any) -> tuple[Branch, ...]:
-    return tuple(Branch(tuple(opcodes), bool(repeated)) for opcodes, repeated in written)
-
-
-def signature_to_json(signature: Signature) -> dict[str, Any]:
-    """Returns a program as JSON, all but its kernels."""
-    return {
-        **{name: getattr(signature, name) for name in SIZES},
-        "arenas": list(map(kind_to_json, signature.arenas)),
-        "branches": signature.branches,
-        "target": target_to_json(signature.target),
-        "table": digest_of_layout(signature.form),
-    }
-
-
-def signature_of(written: Mapping[str, Any], kernels: Sequence[Any]) -> Signature:
-    """Returns what `signature_to_json` wrote, with kernels in the order of the sizes."""
-    sizes = {name: tuples(written[name]) for name in SIZES}
-    return Signature(
-        kernels=tuple(kernels),
-        arenas=tuple(map(kind_of, written["arenas"])),
-        target=target_written(written["target"]),
-        branches=_branches(written["branches"]),
-        **sizes,
-    )
-
-
-def reverse_to_json(reverse: ReverseSignature) -> dict[str, Any]:
-    """Returns the reverse of a program as JSON, all but the program."""
-    return {
-        **{name: getattr(reverse, name) for name in REVERSE_SIZES},
-        "refused": list(map(dataclasses.astuple, reverse.refused)),
-        "branches": reverse.branches,
-        "table": digest_of_layout(reverse.form),
-    }
-
-
-def reverse_of(written: Mapping[str, Any], forward: Signature) -> ReverseSignature:
-    """Returns what `reverse_to_json` wrote."""
-    sizes = {name: tuples(written[name]) for name in REVERSE_SIZES}
-    return ReverseSignature(
-        forward=forward,
-        refused=tuple(Refused(*x) for x in written["refused"]),
-        branches=_branches(written["branches"]),
-        **sizes,
-    )
+        names = "signature", "reverse", "constants", "has_prologue", "gradients", "revision"
+        parts = {name: from_json(written[name]) for name in names}
+        numbers = parts["signature"].kernels
+        forward = replace(parts["signature"], kernels=tuple(kernels[t] for t in numbers))
+        reverse = parts["reverse"] and replace(parts["reverse"], forward=forward)
+        own = {"signature": forward, "reverse": reverse, "data": data, "kernels": tuple(kernels)}
+        variant = Variant(**{**parts, **own})
+        if variant.tables != written["tables"]:
+            raise ValueError(
+                "its programs read tables that this version of jedbatch makes in another way; "
+                "export the model again with it"
+            )
+        return variant
 
 
 class Portable(Executor):

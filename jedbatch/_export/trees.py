@@ -15,7 +15,6 @@ import jax
 import numpy as np
 
 from jedbatch import checks
-from jedbatch._export.encoding import dtype_named
 from jedbatch._record.instances.arrays import array_type, is_array
 from jedbatch._support.types import Leaf, PyTree
 
@@ -45,16 +44,6 @@ class ParameterType:
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.shape))}]"
-
-    def to_json(self) -> list[Any]:
-        """Returns it as JSON."""
-        return [self.argument, self.path, list(self.shape), str(self.dtype)]
-
-    @staticmethod
-    def of(written: Any) -> "ParameterType":
-        """Returns what `to_json` wrote."""
-        argument, path, shape, dtype = written
-        return ParameterType(argument, path, tuple(shape), dtype_named(dtype))
 
 
 def named(path: Sequence[Any]) -> str:

@@ -22,5 +22,5 @@ Read in this order:
 12. `rows_times_matrix`: Products of a vector of each lane and a matrix that all lanes share, by
    calls of the core.
 13. `kernel`: The program of a node type for one lane, forwards and backwards.
-14. `facts`: Facts about a kernel: all that lowering reads of one, without its program.
+14. `kernel_spec`: `KernelSpec`: a kernel as far as planning asks for it, without its program.
 """

@@ -1,14 +1,14 @@
 """Programs as data, for which other processes can lower minibatches.
 
-Of a program, lowering needs sizes, not what its kernels compute. So kernels cross as `KernelForm`.
-A process that lowers has kernels of its own, of the types that it has met; one takes the place of a
-form if both have one `identity`: the same program, written out, of the same shared values. What
-fits no program there is left to the process that has the programs, and that alone makes new ones.
+Of a program, lowering needs sizes, not what its kernels compute. So kernels cross as `KernelSpec`s.
+A process that lowers plans with these in place of its own kernels, wherever both have one
+`identity`: the same program, written out, of the same shared values. What fits no program there is
+left to the process that has the programs, and that alone makes new ones.
 """
 
 import hashlib
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +16,13 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from jedbatch._graph.types import operation_of
+from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._jaxpr.versions import RULES_OF, consts_of, is_program, without_consts
-from jedbatch._kernel.facts import KernelFacts, facts_of
 from jedbatch._kernel.kernel import Kernel
+from jedbatch._kernel.kernel_spec import KernelSpec
 from jedbatch._program.lower_vjp import ReverseSignature
-from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Plan
 from jedbatch._program.signature import Signature
 from jedbatch._record.identity.environment import AccessPath
@@ -36,30 +35,13 @@ class NoProgramError(Exception):
     """A minibatch fits none of the programs that this process knows."""
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class KernelForm(KernelFacts):
-    """A kernel as far as lowering asks for it.
-
-    Attributes:
-      identity: of the kernel; None if it has none, or another one has the same.
-      is_leaf: of its reverse; None if there is none.
-    """
-
-    identity: bytes | None
-    is_leaf: bool | None
-
-    @property
-    def reverse(self) -> "KernelForm":
-        return self
-
-
 @dataclass(frozen=True)
 class ProgramForms:
     """Programs for other processes.
 
     Attributes:
       version: another one if there are others.
-      forward: by number, those with `KernelForm` in place of kernels.
+      forward: by number, those with `KernelSpec`s in place of kernels.
       reverse: by number, (number of the program that it reverses, the same without that program).
       reserved: numbers of programs that are used before others.
     """
@@ -70,10 +52,15 @@ class ProgramForms:
     reserved: frozenset[int]
 
 
-def identity_of(kernel: Kernel, registry: Registry) -> bytes | None:
+def described(kernel: Kernel, identity: str) -> NodeType:
+    """Returns the type of a kernel as other processes know it."""
+    return replace(kernel.node_type, operation=None, shared=(), identity=identity)
+
+
+def identity_of(kernel: Kernel, registry: Registry) -> str:
     """Returns a digest of what a kernel computes, and how it is differentiated.
 
-    It is the same in another process exactly if the program is, whatever it was traced from. None
+    It is the same in another process exactly if the program is, whatever it was traced from. ""
     if that cannot be told, as of programs that call Python.
     """
     text = Text()
@@ -88,8 +75,8 @@ def identity_of(kernel: Kernel, registry: Registry) -> bytes | None:
             for program, consts in kernel.reverse.programs:
                 text.add_program(program, consts)
     except NotWrittenError:
-        return None
-    return text.digest
+        return ""
+    return text.digest.hex()
 
 
 def _written(index: int, registry: Registry, written: dict[int, bytes]) -> bytes:
@@ -205,16 +192,17 @@ class Exporter:
 
     Args:
       programs: of the session.
+      gradient: whether minibatches are planned with their reverse.
 
     Attributes:
       forward, reverse: programs by number.
     """
 
-    def __init__(self, programs: ProgramCache):
-        self._programs = programs
+    def __init__(self, programs: ProgramCache, gradient: bool):
+        self._programs, self._gradient = programs, gradient
         self.forward: list[Signature] = []
         self.reverse: list[ReverseSignature] = []
-        self._identities: dict[Kernel, bytes | None] = {}
+        self._identities: dict[Kernel, str] = {}
         self._exported: ProgramForms | None = None
         self._in_use: Any = None
 
@@ -231,38 +219,38 @@ class Exporter:
         reverse: list[ReverseSignature],
         reserved: list[Signature],
     ) -> ProgramForms:
-        numbers = [_number(self.forward, s) for s in forward]
-        has_reverse = {kernel for r in reverse for kernel in r.forward.kernels}
-        forms = self._forms({k: None for s in forward for k in s.kernels}, has_reverse)
-        made = [replace(s, kernels=tuple(forms[k] for k in s.kernels)) for s in forward]
+        if self._gradient:
+            forward = [s for s in forward if any(r.forward == s for r in reverse)]
+        specs = self._specs(list(dict.fromkeys(k for s in forward for k in s.kernels)))
+        made = {
+            _number(self.forward, s): replace(s, kernels=tuple(specs[k] for k in s.kernels))
+            for s in forward
+        }
         reverses: dict[int, tuple[int, Any]] = {}
-        for r in reverse:
+        for r in reverse if self._gradient else ():
             without: Any = replace(r, forward=None)  # type: ignore[arg-type]
-            reverses[_number(self.reverse, r)] = numbers[forward.index(r.forward)], without
+            reverses[_number(self.reverse, r)] = self.forward.index(r.forward), without
         return ProgramForms(
             self._exported.version + 1 if self._exported else 0,
-            dict(zip(numbers, made, strict=True)),
+            made,
             reverses,
-            frozenset(numbers[forward.index(s)] for s in reserved),
+            frozenset(self.forward.index(s) for s in reserved if s in forward),
         )
 
-    def _forms(self, kernels: Any, has_reverse: set[Kernel]) -> dict[Kernel, Any]:
-        for kernel in kernels:
-            if kernel not in self._identities:
-                self._identities[kernel] = identity_of(kernel, self._programs.registry)
-        identities = [self._identities[kernel] for kernel in kernels]
+    def _specs(self, kernels: Sequence[Kernel]) -> dict[Kernel, Any]:
+        """Returns kernels without their programs, without an identity if several have the same."""
+        own = list(map(self.identity, kernels))
+        found = [x if own.count(x) == 1 else "" for x in own]
         return {
-            kernel: KernelForm(
-                identity=identity if identities.count(identity) == 1 else None,
-                is_leaf=kernel.reverse.is_leaf if kernel in has_reverse else None,
-                **facts_of(kernel),
-            )
-            for kernel, identity in zip(kernels, identities, strict=True)
+            kernel: KernelSpec.of(kernel, described(kernel, identity), self._gradient)
+            for kernel, identity in zip(kernels, found, strict=True)
         }
 
-    def digest(self, plan: Plan) -> bytes:
-        """Returns a digest of what a plan computes; see `digest_of`."""
-        return digest_of(plan, self._programs.registry, self._identities)
+    def identity(self, kernel: Kernel) -> str:
+        """Returns the identity of a kernel; see `identity_of`."""
+        if kernel not in self._identities:
+            self._identities[kernel] = identity_of(kernel, self._programs.registry)
+        return self._identities[kernel]
 
 
 def _number(programs: list[Any], program: Any) -> int:
@@ -272,30 +260,21 @@ def _number(programs: list[Any], program: Any) -> int:
     return programs.index(program)
 
 
-def cuts_of(projections: Projections, programs: ProgramCache) -> dict[bytes, tuple[int, ...]]:
+def cuts_of(projections: Projections, programs: ProgramCache) -> dict[str, tuple[int, ...]]:
     """Returns where nodes are cut in two, by the identity of their types."""
-    found = {}
-    for node_type, places in projections.decided.items():
-        identity = identity_of(programs.kernel(node_type), programs.registry)
-        if identity is not None:
-            found[identity] = places
-    return found
-
-
-def follow_cuts(
-    projections: Projections, programs: ProgramCache, cuts: Mapping[bytes, tuple[int, ...]]
-) -> None:
-    """Has nodes be cut where `cuts_of` says of another process."""
-
-    def followed(node_type: int) -> tuple[int, ...] | None:
-        identity = identity_of(programs.kernel(node_type), programs.registry)
-        return None if identity is None else cuts.get(identity)
-
-    projections.followed = followed
+    found = {
+        identity_of(programs.kernel(node_type), programs.registry): places
+        for node_type, places in projections.decided.items()
+    }
+    return {identity: places for identity, places in found.items() if identity}
 
 
 class ImportedPrograms(ProgramCache):
-    """The programs of another process, as far as lowering needs them; there are no others."""
+    """The programs of another process, as far as lowering needs them; there are no others.
+
+    Attributes:
+      version: of the programs; -1 if there are none.
+    """
 
     def __init__(self, programs: ProgramCache):
         """Takes the place of programs that are not used."""
@@ -308,63 +287,56 @@ class ImportedPrograms(ProgramCache):
             programs.max_steps,
             programs.lanes.policy,
         )
-        self._exported: ProgramForms | None = None
-        self._own: dict[bytes, Kernel | None] = {}  # None for one that two have
-        self.identities: dict[Kernel, bytes | None] = {}
-        self._is_old = True
+        self.version = -1
+        self._specs: dict[str, KernelSpec] = {}
+        self._identities: dict[int, str] = {}
         self._numbers: dict[Signature, int] = {}
         self._reverse_numbers: dict[ReverseSignature, int] = {}
 
-    @property
-    def version(self) -> int:
-        """The version of the programs; -1 if there are none."""
-        return self._exported.version if self._exported else -1
-
     def accept(self, exported: ProgramForms) -> None:
-        """Replaces the programs by others."""
-        self._exported, self._is_old = exported, True
+        """Replaces the programs by others, in which kernels that were known stay what they are."""
 
-    def kernel(self, type_id: int) -> Kernel:
-        """The kernel of a node type."""
-        is_new = type_id not in self._kernels
-        kernel = super().kernel(type_id)
-        if is_new:
-            identity = self.identities[kernel] = identity_of(kernel, self.registry)
-            if identity is not None:
-                self._own[identity] = None if identity in self._own else kernel
-            self._is_old = True
-        return kernel
+        def known(spec: Any) -> Any:
+            identity = spec.node_type.identity
+            return self._specs.setdefault(identity, spec) if identity else spec
 
-    def place(self, *args: Any, **options: Any) -> Placement:
-        """Does the same as there, and brings programs and kernels together."""
-        placed = super().place(*args, **options)
-        if self._is_old:
-            self._match()
-        return placed
-
-    def _match(self) -> None:
-        """Makes programs of own kernels where there are such."""
-        assert self._exported is not None
-        made = {}
-        for number, signature in self._exported.forward.items():
-            kernels: list[Any] = []
-            for form in signature.kernels:
-                own = self._own.get(form.identity) if form.identity else None  # type: ignore[attr-defined]
-                kernels.append(form if own is None else own)
-            made[number] = replace(signature, kernels=tuple(kernels))
+        made = {
+            number: replace(s, kernels=tuple(map(known, s.kernels)))
+            for number, s in exported.forward.items()
+        }
         reverses = {
             number: replace(reverse, forward=made[forward])
-            for number, (forward, reverse) in self._exported.reverse.items()
+            for number, (forward, reverse) in exported.reverse.items()
         }
+        self.version = exported.version
         self._signatures, self._reverses = list(made.values()), list(reverses.values())
-        self._reserved = {made[number] for number in self._exported.reserved}
+        self._reserved = {made[number] for number in exported.reserved}
         self._numbers = {s: number for number, s in made.items()}
         self._reverse_numbers = {r: number for number, r in reverses.items()}
         self._used.clear()
         self._latest = None
-        self._is_old = False
 
-    def _make(self, placed: Placement, model: Signature | None) -> Signature:
+    def identity(self, type_id: int) -> str:
+        """Returns the identity of a node type."""
+        if type_id not in self._identities:
+            self._identities[type_id] = identity_of(super().kernel(type_id), self.registry)
+        return self._identities[type_id]
+
+    def kernel(self, type_id: int) -> Any:
+        """The kernel of a node type, without its program.
+
+        Raises:
+          NoProgramError: no program has it.
+        """
+        found = self._kernels.get(type_id)
+        if not isinstance(found, KernelSpec):
+            spec: Any = self._specs.get(self.identity(type_id))
+            if spec is None or spec in self._kernels.values():  # of another type
+                raise NoProgramError
+            found = self._kernels[type_id] = spec
+        return found
+
+    def _make(self, placed: Any, model: Signature | None) -> Signature:
         """Raises an error: programs are made elsewhere."""
         raise NoProgramError
 
@@ -383,15 +355,16 @@ class ImportedPrograms(ProgramCache):
         return self._numbers[static.signature], reverse
 
 
-def digest_of(plan: Plan, registry: Registry, identities: dict[Kernel, bytes | None]) -> bytes:
-    """Returns a digest of the graph of a plan, whatever the types are numbered here."""
+def digest_of(plan: Plan, identity: Callable[[Any], str]) -> bytes:
+    """Returns a digest of the graph of a plan, whatever the types are numbered here.
+
+    Args:
+      plan: made here.
+      identity: of a kernel of the plan.
+    """
     assert plan.host is not None
     placed, graph = plan.host.placed, plan.host.placed.graph
-    of_type: list[bytes | None] = [None] * len(graph.types)
-    for type_id, kernel in zip(placed.type_ids, placed.kernels, strict=True):
-        if kernel not in identities:
-            identities[kernel] = identity_of(kernel, registry)
-        of_type[type_id] = identities[kernel]
+    of_type = dict(zip(placed.type_ids, map(identity, placed.kernels), strict=True))
     nodes = [of_type[t] for t in graph.node_type.tolist()]
     arrays = graph.operand_ptr, graph.operand, graph.outputs, graph.node_ptr, graph.input_ptr
     inputs = [(str(chunk.type), len(chunk)) for chunk in graph.inputs]

@@ -170,7 +170,7 @@ def test_files(exported, tmp_path):
     with pytest.raises(FileNotFoundError):
         Exported.load(path)
     newer = changed(exported, version=archive.VERSION + 1, jedbatch="9.9")
-    with pytest.raises(ValueError, match=r"version 3, written by jedbatch 9\.9"):
+    with pytest.raises(ValueError, match=r"version 4, written by jedbatch 9\.9"):
         Exported.deserialize(newer)
     for bad in (b"", data[:-9], data[:300] + b"x" + data[301:], b"x" * 99, newer[:50]):
         path.write_bytes(bad)
@@ -186,7 +186,7 @@ def test_files(exported, tmp_path):
 def test_tables_of_another_version(exported):
     data = zipfile.ZipFile(io.BytesIO(exported.serialize()))
     targets = json.loads(data.read("header.json"))["targets"]
-    targets[0]["variants"]["inference"]["table"] = "0" * 32
+    targets[0]["variants"]["inference"]["tables"] = ["0" * 32]
     with pytest.raises(ValueError, match="makes in another way; export the model again"):
         Exported.deserialize(changed(exported, targets=targets))
 
