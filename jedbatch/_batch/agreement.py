@@ -39,7 +39,6 @@ from jedbatch._program.lower_vjp import (
 )
 from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
-from jedbatch._session.portable import identity_of
 from jedbatch._session.program_cache import ProgramCache
 
 MAX_ROUNDS = 8  # in which programs grow until all processes have room
@@ -131,7 +130,6 @@ class Agreement:
 
     def __init__(self, programs: ProgramCache, name: str):
         self._programs, self._name = programs, name
-        self._identities: dict[Kernel, str] = {}
 
     def lower(
         self, shards: Sequence[Placement], leaves: Sequence[Any] | None
@@ -163,8 +161,8 @@ class Agreement:
 
         A name is a label, and what tells the kernel apart in all processes, if anything does.
         """
-        signature = found[0].signature
-        names: Any = tuple((k.node_type.label, self._identity(k)) for k in signature.kernels)
+        signature, identity = found[0].signature, self._programs.identity
+        names: Any = tuple((k.node_type.label, identity(k)) for k in signature.kernels)
         return replace(signature, kernels=names)
 
     def _fitted(self, shards: Sequence[Placement], every: Sequence[Signature]) -> list[Lowered]:
@@ -175,11 +173,6 @@ class Agreement:
         found = found or lowered_for(shards, with_instructions_for(shards, program))
         assert found, "a program made of all has no room for one"
         return found
-
-    def _identity(self, kernel: Kernel) -> str:
-        if kernel not in self._identities:
-            self._identities[kernel] = identity_of(kernel, self._programs.registry)
-        return self._identities[kernel]
 
     def _own(self, names: Sequence[Any]) -> tuple[Kernel, ...]:
         """Returns the kernels of this process that have some names.
@@ -192,7 +185,7 @@ class Agreement:
         for t, node_type in enumerate(self._programs.registry.node_types):
             if node_type.label in labels:
                 kernel = self._programs.kernel(t)
-                known.setdefault((node_type.label, self._identity(kernel)), kernel)
+                known.setdefault((node_type.label, self._programs.identity(kernel)), kernel)
         missing = sorted(label for label, identity in names if (label, identity) not in known)
         for process, of_process in enumerate(exchanged(missing)):
             for label in of_process:

@@ -100,7 +100,7 @@ class Planner:
                 f"instances of the batched `{core.name}` have arrays that differ in length, "
                 "which other processes cannot plan; leave out `workers`, or pad these arrays."
             )
-        self._digest = digest_of(plan, self._exporter.identity)
+        self._digest = digest_of(plan, self._session.programs)
         self._reached = core.environment.look().number
         self._read = self._reading()
         self._pickled()
@@ -351,7 +351,7 @@ class _Work:
         self._session.programs = self._programs
         self._programs.accept(state["programs"])
         if self._session.projections is not None:
-            cuts, identity = state["cuts"], self._programs.identity
+            cuts, identity = state["cuts"], self._programs.identity_of_type
             self._session.projections.followed = lambda node_type: cuts.get(identity(node_type))
         self._is_another = not self._computes(*state["digests"])
 
@@ -366,7 +366,7 @@ class _Work:
             plan = self._core.lasting_plan(self._session, self._sample, self._gradient)
         except NoProgramError:
             return True
-        return digest_of(plan, lambda kernel: kernel.node_type.identity) == digest
+        return digest_of(plan, self._programs) == digest
 
     def prepare(self, instances: list[Any], programs: ProgramForms | None) -> Prepared:
         """Plans a minibatch; raises `NoProgramError` if it fits no program."""

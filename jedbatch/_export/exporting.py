@@ -39,7 +39,7 @@ from jedbatch._session.core import Core
 from jedbatch._session.indices import table_rows
 from jedbatch._session.minibatch import Minibatch, graph_of
 from jedbatch._session.pipeline import results_of_rows, told_apart
-from jedbatch._session.portable import described, identity_of
+from jedbatch._session.portable import described
 from jedbatch._session.session import Session
 from jedbatch._session.shards import values_at, with_room
 from jedbatch._support.samples import cut_evenly
@@ -150,7 +150,7 @@ def _recorded(core: Core, shared: tuple, instances: list[tuple]) -> Minibatch:
 def described_types(session: Session, ids: Sequence[int]) -> list[NodeType]:
     """Returns some node types with all that another process can know of them."""
     programs = session.programs
-    return [described(k, identity_of(k, session.registry)) for k in map(programs.kernel, ids)]
+    return [described(k, programs.identity(k)) for k in map(programs.kernel, ids)]
 
 
 class Sample:

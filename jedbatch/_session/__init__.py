@@ -19,17 +19,19 @@ Read in this order:
    made for.
 10. `outside_values`: `OutsideValues`: what programs read besides instances: shared arguments, and
    arrays from outside.
-11. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
-12. `portable`: Programs as data, for which other processes can lower minibatches.
-13. `mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap` would run
+11. `identities`: The identity of a kernel: its program, written out, of the shared values that it
+   reads.
+12. `program_cache`: `ProgramCache`: the kernels and programs that are kept between minibatches.
+13. `portable`: Programs as data, for which other processes can lower minibatches.
+14. `mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap` would run
    them.
-14. `session`: `Session`: what a batched function keeps between minibatches.
-15. `minibatch`: `Minibatch`: what was recorded of instances that are planned together.
-16. `recording`: The records of a minibatch: those that are known, and new ones.
-17. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
+15. `session`: `Session`: what a batched function keeps between minibatches.
+16. `minibatch`: `Minibatch`: what was recorded of instances that are planned together.
+17. `recording`: The records of a minibatch: those that are known, and new ones.
+18. `verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
-18. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
-19. `copies`: Minibatches in which structures recur: planned once for all instances of a structure.
-20. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
-21. `core`: `Core`: records and plans minibatches of a function.
+19. `pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+20. `copies`: Minibatches in which structures recur: planned once for all instances of a structure.
+21. `shards`: Minibatches cut over devices: every shard is planned, and all run one program.
+22. `core`: `Core`: records and plans minibatches of a function.
 """

@@ -8,26 +8,19 @@ left to the process that has the programs, and that alone makes new ones.
 
 import hashlib
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
-from jax.extend.core import Literal
 
-from jedbatch._graph.types import NodeType, operation_of
-from jedbatch._jaxpr.storage import is_key
-from jedbatch._jaxpr.transfers import fetched
-from jedbatch._jaxpr.versions import RULES_OF, consts_of, is_program, without_consts
+from jedbatch._graph.types import NodeType
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.kernel_spec import KernelSpec
 from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.plan import Plan
 from jedbatch._program.signature import Signature
-from jedbatch._record.identity.environment import AccessPath
 from jedbatch._record.passes.projections import Projections
-from jedbatch._record.types.registry import Registry
 from jedbatch._session.program_cache import ProgramCache
 
 
@@ -57,136 +50,6 @@ def described(kernel: Kernel, identity: str) -> NodeType:
     return replace(kernel.node_type, operation=None, shared=(), identity=identity)
 
 
-def identity_of(kernel: Kernel, registry: Registry) -> str:
-    """Returns a digest of what a kernel computes, and how it is differentiated.
-
-    It is the same in another process exactly if the program is, whatever it was traced from. ""
-    if that cannot be told, as of programs that call Python.
-    """
-    text = Text()
-    closed = operation_of(kernel.node_type).jaxpr
-    try:
-        text.add(kernel.node_type.label, kernel.node_type)
-        text.add_program(closed.jaxpr, closed.consts)
-        written: dict[int, bytes] = {}
-        for index in kernel.node_type.shared:
-            text.add(_written(index, registry, written))
-        if text.has_rules:  # of differentiation, which show in what they make
-            for program, consts in kernel.reverse.programs:
-                text.add_program(program, consts)
-    except NotWrittenError:
-        return ""
-    return text.digest.hex()
-
-
-def _written(index: int, registry: Registry, written: dict[int, bytes]) -> bytes:
-    """Returns a digest of a shared value: a leaf, a constant, a way to an array, or a computation.
-
-    Args:
-      index: of the value.
-      registry: that has it.
-      written: those of values that were met before, by index.
-    """
-    if index not in written:
-        value, text = registry.shared[index], Text()
-        if value.leaf is not None:
-            text.add("leaf", value.leaf)
-        elif value.call is not None:
-            call, avals = value.call, [registry.shared[arg].aval for arg in value.args]
-            program = jax.make_jaxpr(lambda *xs: list(call(*xs)))(*avals)
-            text.add("result", value.result)
-            text.add_program(program.jaxpr, program.consts)
-            if text.has_rules:  # JAX differentiates it by rules that are not written
-                raise NotWrittenError
-            text.add(*(_written(arg, registry, written) for arg in value.args))
-        elif isinstance(value.tracer, AccessPath):
-            text.add("at", value.tracer, value.aval)
-        else:
-            text.add_array(value.array)
-        written[index] = text.digest
-    return written[index]
-
-
-class NotWrittenError(Exception):
-    """A program cannot be told apart from others by text."""
-
-
-class Text:
-    """A digest of programs, written out: operations, what they read, parameters, constants.
-
-    Attributes:
-      has_rules: whether there is a function with a rule of differentiation of its own.
-    """
-
-    def __init__(self) -> None:
-        self._hashed = hashlib.blake2b(digest_size=16)
-        self.has_rules = False
-
-    @property
-    def digest(self) -> bytes:
-        return self._hashed.digest()
-
-    def add(self, *parts: object) -> None:
-        """Writes objects as they print."""
-        for part in parts:
-            text = str(part)
-            if " at 0x" in text:
-                raise NotWrittenError
-            self._hashed.update(f"{type(part).__name__} {text}".encode() + b"\0")
-
-    def add_array(self, array: Any) -> None:
-        """Writes an array by its bits."""
-        dtype = getattr(array, "dtype", None)
-        array = jax.random.key_data(array) if dtype is not None and is_key(dtype) else array
-        values = np.asarray(fetched(array))
-        self.add("array", dtype, values.shape)
-        self._hashed.update(values.tobytes())
-
-    def add_program(self, program: Any, consts: Sequence[Any]) -> None:
-        """Writes an open program, with its constants."""
-        numbers = {v: n for n, v in enumerate((*program.constvars, *program.invars))}
-        self.add("program", len(program.constvars), *(v.aval.str_short() for v in numbers))
-        for const in consts:
-            self.add_array(const)
-        for eqn in program.eqns:
-            self.add(eqn.primitive.name)
-            for atom in eqn.invars:
-                self._add_atom(atom, numbers)
-            for name, value in sorted(eqn.params.items()):
-                self._add_parameter(eqn, name, value)
-            for v in eqn.outvars:
-                numbers[v] = len(numbers)
-                self.add(v.aval.str_short(), getattr(v.aval, "weak_type", False))
-        self.add("returns")
-        for atom in program.outvars:
-            self._add_atom(atom, numbers)
-
-    def _add_atom(self, atom: Any, numbers: dict[Any, int]) -> None:
-        if isinstance(atom, Literal):
-            self.add_array(atom.val)
-            self.add(getattr(atom.aval, "weak_type", False))
-        else:
-            self.add(numbers[atom])
-
-    def _add_parameter(self, eqn: Any, name: str, value: Any) -> None:
-        if name in RULES_OF.get(eqn.primitive.name, ()):
-            self.has_rules = True
-            return
-        self.add(name)
-        if is_program(value):
-            self.add_program(without_consts(value), consts_of(value))
-        elif type(value) in (tuple, list):
-            self.add(len(value))
-            for part in value:
-                self._add_parameter(eqn, "", part)
-        elif isinstance(value, np.ndarray | jax.Array):
-            self.add_array(value)
-        elif callable(value) and not isinstance(value, type | jax.sharding.Mesh):
-            raise NotWrittenError
-        else:
-            self.add(value)
-
-
 class Exporter:
     """Numbers the programs of a session, and exports them.
 
@@ -202,7 +65,6 @@ class Exporter:
         self._programs, self._gradient = programs, gradient
         self.forward: list[Signature] = []
         self.reverse: list[ReverseSignature] = []
-        self._identities: dict[Kernel, str] = {}
         self._exported: ProgramForms | None = None
         self._in_use: Any = None
 
@@ -239,18 +101,12 @@ class Exporter:
 
     def _specs(self, kernels: Sequence[Kernel]) -> dict[Kernel, Any]:
         """Returns kernels without their programs, without an identity if several have the same."""
-        own = list(map(self.identity, kernels))
+        own = list(map(self._programs.identity, kernels))
         found = [x if own.count(x) == 1 else "" for x in own]
         return {
             kernel: KernelSpec.of(kernel, described(kernel, identity), self._gradient)
             for kernel, identity in zip(kernels, found, strict=True)
         }
-
-    def identity(self, kernel: Kernel) -> str:
-        """Returns the identity of a kernel; see `identity_of`."""
-        if kernel not in self._identities:
-            self._identities[kernel] = identity_of(kernel, self._programs.registry)
-        return self._identities[kernel]
 
 
 def _number(programs: list[Any], program: Any) -> int:
@@ -263,7 +119,7 @@ def _number(programs: list[Any], program: Any) -> int:
 def cuts_of(projections: Projections, programs: ProgramCache) -> dict[str, tuple[int, ...]]:
     """Returns where nodes are cut in two, by the identity of their types."""
     found = {
-        identity_of(programs.kernel(node_type), programs.registry): places
+        programs.identity(programs.kernel(node_type)): places
         for node_type, places in projections.decided.items()
     }
     return {identity: places for identity, places in found.items() if identity}
@@ -289,7 +145,6 @@ class ImportedPrograms(ProgramCache):
         )
         self.version = -1
         self._specs: dict[str, KernelSpec] = {}
-        self._identities: dict[int, str] = {}
         self._numbers: dict[Signature, int] = {}
         self._reverse_numbers: dict[ReverseSignature, int] = {}
 
@@ -316,11 +171,9 @@ class ImportedPrograms(ProgramCache):
         self._used.clear()
         self._latest = None
 
-    def identity(self, type_id: int) -> str:
-        """Returns the identity of a node type."""
-        if type_id not in self._identities:
-            self._identities[type_id] = identity_of(super().kernel(type_id), self.registry)
-        return self._identities[type_id]
+    def identity_of_type(self, type_id: int) -> str:
+        """Returns the identity of a node type, which no program need have."""
+        return self.identity(super().kernel(type_id))
 
     def kernel(self, type_id: int) -> Any:
         """The kernel of a node type, without its program.
@@ -328,12 +181,12 @@ class ImportedPrograms(ProgramCache):
         Raises:
           NoProgramError: no program has it.
         """
-        found = self._kernels.get(type_id)
+        found: Any = super().kernel(type_id)
         if not isinstance(found, KernelSpec):
-            spec: Any = self._specs.get(self.identity(type_id))
-            if spec is None or spec in self._kernels.values():  # of another type
+            found = self._specs.get(self.identity(found))
+            if found is None or found in self._kernels.values():  # of another type
                 raise NoProgramError
-            found = self._kernels[type_id] = spec
+            self._kernels[type_id] = found
         return found
 
     def _make(self, placed: Any, model: Signature | None) -> Signature:
@@ -355,16 +208,11 @@ class ImportedPrograms(ProgramCache):
         return self._numbers[static.signature], reverse
 
 
-def digest_of(plan: Plan, identity: Callable[[Any], str]) -> bytes:
-    """Returns a digest of the graph of a plan, whatever the types are numbered here.
-
-    Args:
-      plan: made here.
-      identity: of a kernel of the plan.
-    """
+def digest_of(plan: Plan, programs: ProgramCache) -> bytes:
+    """Returns a digest of the graph of a plan, whatever the types are numbered here."""
     assert plan.host is not None
     placed, graph = plan.host.placed, plan.host.placed.graph
-    of_type = dict(zip(placed.type_ids, map(identity, placed.kernels), strict=True))
+    of_type = dict(zip(placed.type_ids, map(programs.identity, placed.kernels), strict=True))
     nodes = [of_type[t] for t in graph.node_type.tolist()]
     arrays = graph.operand_ptr, graph.operand, graph.outputs, graph.node_ptr, graph.input_ptr
     inputs = [(str(chunk.type), len(chunk)) for chunk in graph.inputs]

@@ -58,6 +58,7 @@ from jedbatch._ragged.shared_values import run_gated
 from jedbatch._record.identity.environment import AccessPath, Environment
 from jedbatch._record.types.registry import Registry
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._session.identities import identity_of
 from jedbatch._session.outside_values import OutsideValues
 from jedbatch._session.types_in_use import TypesInUse
 from jedbatch._support.announce import announce, announced
@@ -121,6 +122,7 @@ class ProgramCache:
         self._signatures: list[Signature] = []
         self._reverses: list[ReverseSignature] = []
         self._kernels: dict[int, Kernel] = {}
+        self._identities: dict[Kernel, str] = {}
         self._programs: dict[Signature, tuple[Callable, list[int]]] = {}
         self._reserved: set[Signature] = set()  # used before others
         self._types = TypesInUse()
@@ -155,6 +157,13 @@ class ProgramCache:
                 made = Kernel(node_type, self.target, transient, reached, **self._loops)
             self._kernels[type_id] = made
         return self._kernels[type_id]
+
+    def identity(self, kernel: Kernel) -> str:
+        """Returns what tells a kernel apart in all processes; "" if nothing does."""
+        if kernel not in self._identities:
+            known = kernel.node_type.identity
+            self._identities[kernel] = known or identity_of(kernel, self.registry)
+        return self._identities[kernel]
 
     def place(
         self,

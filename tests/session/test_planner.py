@@ -22,7 +22,6 @@ from cases import planned
 import jedbatch
 from jedbatch._batch.planner import Planner, Prepared
 from jedbatch._batch.processes import Pool, in_processes, received
-from jedbatch._session.portable import identity_of
 from jedbatch.errors import PlannedHereWarning
 from jedbatch.policies import most_lanes
 
@@ -415,7 +414,7 @@ def test_kernels_have_one_identity_exactly_if_they_compute_the_same():
         batched = jedbatch.batch(fn)
         plan = batched.plan(PARAMS, [1.0])
         session, _ = batched._core.session((PARAMS,))
-        return [identity_of(k, session.registry) for k in plan.host.placed.kernels]
+        return list(map(session.programs.identity, plan.host.placed.kernels))
 
     array = np.arange(4, dtype=np.float32)
     inner = [jax.jit(lambda x, mask=mask: jnp.sin(x) * mask) for mask in (array, array + 1)]
