@@ -14,9 +14,9 @@ to all processes in the same order, in the thread that also runs them.
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -41,10 +41,10 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 from jedbatch._session.program_cache import ProgramCache
 
-MAX_ROUNDS = 8  # in which programs grow until all processes have room
+MAX_ROUNDS = 16  # in which programs grow until all processes have room
 STATES = READY, FAILED, ENDED = range(3)
 WORD = 8  # bytes of a digest that are compared
-Found = TypeVar("Found")
+Together = tuple[list[Lowered], ReverseSignature | None, list[Any]]
 
 
 def gathered(own: np.ndarray) -> np.ndarray:
@@ -131,48 +131,57 @@ class Agreement:
     def __init__(self, programs: ProgramCache, name: str):
         self._programs, self._name = programs, name
 
-    def lower(
-        self, shards: Sequence[Placement], leaves: Sequence[Any] | None
-    ) -> tuple[list[Lowered], ReverseSignature | None, list[Any]]:
+    def lower(self, shards: Sequence[Placement], leaves: Sequence[Any] | None) -> Together:
         """Returns minibatches for one program, its reverse, and the tables for that.
 
         All processes get the same program; see `ProgramCache.lower_together`.
         """
-        found, reverse, tables = self._programs.lower_together(shards, leaves)
-        found = agreed(found, self._named, functools.partial(self._fitted, shards))
-        signature = found[0].signature
-        if leaves is None:
-            self._programs.adopt(signature)
-            return found, None, []
-        if reverse is None or reverse.forward != signature:
-            reverse, tables = self._programs.reverse_together(found, leaves)
-        reverse, tables = agreed(
-            (reverse, tables),
-            lambda pair: replace(pair[0], forward=None),  # type: ignore[arg-type]
-            lambda every: fitted_reverse(
-                found, leaves, replace(merged_reverse(every), forward=signature)
-            ),
-        )
-        self._programs.adopt(signature, reverse)
-        return found, reverse, tables
+        found = self._programs.lower_together(shards, leaves)
+        for _ in range(MAX_ROUNDS):
+            every = exchanged(to_json(self._named(found)))
+            if all(x == every[0] for x in every):
+                break
+            found = self._fitted(shards, leaves, found[0], from_json(every))
+        else:
+            raise AssertionError("processes find no program for all")
+        self._programs.adopt(found[0][0].signature, found[1])
+        return found
 
-    def _named(self, found: list[Lowered]) -> Signature:
-        """Returns the program of minibatches, with names of kernels in their place.
+    def _named(self, found: Together) -> tuple[Signature, ReverseSignature | None]:
+        """Returns programs for other processes: with names in place of kernels, each by itself.
 
         A name is a label, and what tells the kernel apart in all processes, if anything does.
         """
-        signature, identity = found[0].signature, self._programs.identity
+        (minibatch, *_), reverse, _ = found
+        signature, identity = minibatch.signature, self._programs.identity
+        nothing: Any = None
         names: Any = tuple((k.node_type.label, identity(k)) for k in signature.kernels)
-        return replace(signature, kernels=names)
+        return replace(signature, kernels=names), reverse and replace(reverse, forward=nothing)
 
-    def _fitted(self, shards: Sequence[Placement], every: Sequence[Signature]) -> list[Lowered]:
-        """Returns minibatches for the program that has room for those of all processes."""
-        program = merged(every)
-        program = replace(program, kernels=self._own(program.kernels))
-        found = lowered_for(shards, program)
-        found = found or lowered_for(shards, with_instructions_for(shards, program))
-        assert found, "a program made of all has no room for one"
-        return found
+    def _fitted(
+        self,
+        shards: Sequence[Placement],
+        leaves: Sequence[Any] | None,
+        found: list[Lowered],
+        every: Sequence[tuple[Signature, Any]],
+    ) -> Together:
+        """Returns minibatches for the program that has room for those of all processes.
+
+        As long as these differ, so does what their reverses are made for.
+        """
+        forward, reverses = zip(*every, strict=True)
+        if any(x != forward[0] for x in forward):
+            program = merged(forward)
+            program = replace(program, kernels=self._own(program.kernels))
+            found = lowered_for(shards, program)
+            found = found or lowered_for(shards, with_instructions_for(shards, program))
+            assert found, "a program made of all has no room for one"
+            if leaves is None:
+                return found, None, []
+            return found, *self._programs.reverse_together(found, leaves)
+        assert leaves is not None
+        reverse = replace(merged_reverse(reverses), forward=found[0].signature)
+        return found, *fitted_reverse(found, leaves, reverse)
 
     def _own(self, names: Sequence[Any]) -> tuple[Kernel, ...]:
         """Returns the kernels of this process that have some names.
@@ -197,24 +206,6 @@ class Agreement:
                     "minibatch."
                 )
         return tuple(known[name] for name in names)
-
-
-def agreed(
-    found: Found, program: Callable[[Found], Any], fitted: Callable[[list[Any]], Found]
-) -> Found:
-    """Returns what all processes find for one program.
-
-    Args:
-      found: in this process.
-      program: returns the program of what is found.
-      fitted: returns what is found for a program that has room for those of all processes.
-    """
-    for _ in range(MAX_ROUNDS):
-        every = exchanged(to_json(program(found)))
-        if all(x == every[0] for x in every):
-            return found
-        found = fitted(list(map(from_json, every)))
-    raise AssertionError("processes find no program for all")
 
 
 def merged(several: Sequence[Signature]) -> Signature:
