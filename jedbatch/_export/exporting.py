@@ -31,6 +31,7 @@ from jedbatch._program.lower_vjp import MAX_READERS, ReverseSignature, find_read
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
+from jedbatch._program.returned import results_of_rows, told_apart
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.calls import find_calls
 from jedbatch._schedule.fsm import FSM
@@ -38,7 +39,6 @@ from jedbatch._schedule.policy import schedule
 from jedbatch._session.core import Core
 from jedbatch._session.indices import table_rows
 from jedbatch._session.minibatch import Minibatch, graph_of
-from jedbatch._session.pipeline import results_of_rows, told_apart
 from jedbatch._session.portable import described
 from jedbatch._session.session import Session
 from jedbatch._session.shards import values_at, with_room

@@ -16,7 +16,7 @@ from jedbatch._export.programs import Variant
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.storage import stored_kind
 from jedbatch._layout.layout import assign_lanes
-from jedbatch._program.alive import MAX_RESULTS, Refused
+from jedbatch._program.alive import Refused
 from jedbatch._program.capacity import Capacity
 from jedbatch._program.fit import num_instructions
 from jedbatch._program.lower import Lowered, lower, narrowed
@@ -24,7 +24,7 @@ from jedbatch._program.lower_vjp import find_readers, reverse_need, reverse_tabl
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Static, input_name
-from jedbatch._program.returned import leaf_numbers
+from jedbatch._program.returned import results_of_rows
 from jedbatch._schedule.components import by_rank
 from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._schedule.schedule import Schedule
@@ -125,8 +125,7 @@ def lowered_reverse(
     """
     signature, reverse = variant.signature, variant.reverse
     assert reverse is not None
-    numbers = [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
-    leaves = [np.minimum(x, MAX_RESULTS - 1) for x in numbers] if reverse.tells else None
+    leaves = results_of_rows(placed, form) if reverse.tells else None
     readers = find_readers(placed, signature, leaves, None, reverse.sent is not None)
     need = reverse_need(placed, readers, signature)
     excess = beyond(reverse.capacity, need)

@@ -127,6 +127,17 @@ def leaf_numbers(form: OutputSpec, arenas: Sequence[Kind]) -> list[np.ndarray]:
     return [np.array(numbers[kind], np.int64) for kind in arenas]
 
 
+def results_of_rows(placed: Placement, form: OutputSpec) -> list[np.ndarray]:
+    """The results that rows returned belong to (see `find_readers`)."""
+    return [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
+
+
+def told_apart(placed: Placement, form: OutputSpec) -> list[np.ndarray]:
+    """The same; nothing if all are of one."""
+    numbers = results_of_rows(placed, form)
+    return numbers if any(x.any() for x in numbers) else []
+
+
 def rows_wanted(
     placed: Placement, arenas: Sequence[Kind], exist: Sequence[np.ndarray], batch: int | None
 ) -> list[np.ndarray] | None:

@@ -39,6 +39,7 @@ from jedbatch._program.returned import (
     leaf_numbers,
     rows_wanted,
     split_outputs,
+    told_apart,
 )
 from jedbatch._program.stopped import check_plan, has_bounds
 from jedbatch._program.verify import is_wanted
@@ -298,17 +299,6 @@ def with_inputs(
     if is_wanted():
         verify(plan)
     return plan
-
-
-def results_of_rows(placed: Placement, form: OutputSpec) -> list[np.ndarray]:
-    """The results that rows returned belong to (see `find_readers`)."""
-    return [np.repeat(x, form.batch or 1) for x in leaf_numbers(form, placed.arenas)]
-
-
-def told_apart(placed: Placement, form: OutputSpec) -> list[np.ndarray]:
-    """The same; nothing if all are of one."""
-    numbers = results_of_rows(placed, form)
-    return numbers if any(x.any() for x in numbers) else []
 
 
 def reserve_programs(

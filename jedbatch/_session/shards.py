@@ -37,7 +37,7 @@ from jedbatch._program.host_arrays import assemble
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import NO_VALUE, Placement
 from jedbatch._program.plan import Plan, input_name
-from jedbatch._program.returned import bits_of, leaf_numbers
+from jedbatch._program.returned import bits_of, leaf_numbers, told_apart
 from jedbatch._program.sharded import (
     DeviceAxis,
     Route,
@@ -62,7 +62,6 @@ from jedbatch._session.pipeline import (
     permit_derivative,
     programs_of,
     refuse_derivative,
-    told_apart,
     with_inputs,
 )
 from jedbatch._session.program_cache import ProgramCache
