@@ -38,13 +38,13 @@ from jedbatch._jaxpr.configuration import EAGER
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._program.host_arrays import results_from, rows_on_host
 from jedbatch._program.lower import lower
-from jedbatch._program.returned import Pieces, joined, rows_wanted, split_outputs
+from jedbatch._program.pullback import EVERYTHING, Pullback, refuse_derivative
+from jedbatch._program.returned import Pieces, split_outputs
 from jedbatch._record.identity.environment import AccessPath, Reached
 from jedbatch._record.run.recursion import deeply
 from jedbatch._record.run.trace import begin_recording, ending, trace_of_caller
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.outputs import Returned
-from jedbatch._session.pipeline import refuse_derivative
 from jedbatch._session.round import Round
 from jedbatch._session.session import Session
 from jedbatch._support.guards import until_guards_hold
@@ -164,23 +164,21 @@ class Stepwise:
     def _backwards(self, moving, residuals, cotangents):
         leaves, arrays, tracers, reached, values = residuals
         attempt, programs = self._latest, self.session.programs
-        workspace, batch = attempt.workspace, attempt.form.batch
+        workspace = attempt.workspace
         placed, signature = workspace.whole(attempt.returned)
         lowered = lower(placed, signature)
         assert lowered is not None
         placed = lowered.placed
         pieces = tuple([_cotangent(x) for x in of_leaf] for of_leaf in cotangents)
-        outputs, exist = joined(signature.arenas, pieces, batch, signature.outputs)
-        wanted = rows_wanted(placed, signature.arenas, exist, batch)
-        reverse, reverse_table = programs.reverse(placed, signature, wanted=wanted)
-        refuse_derivative(reverse, None, -1, "a batched function")
-        if workspace.trial is not None and wanted is None:
-            workspace.trial.finish(placed, signature, (reverse, reverse_table))
+        refuse = functools.partial(refuse_derivative, "a batched function")
+        pullback = Pullback(signature, attempt.form, refuse, None, placed, workspace.reverse)
+        outputs, exist = pullback.join(pieces)
+        reverse, *tables = pullback.tables(None, exist, EVERYTHING)
         closed_over = programs.program(signature)[1]
         shared = programs.shared_values(closed_over, leaves, self._outside(tracers, reached))
         executor = programs.executor(signature)
-        tables = lowered.table, reverse_table, None
-        of_shared, of_inputs = executor.reverse(reverse, shared, tables, values, outputs)
+        given = shared, (lowered.table, *tables), values, outputs
+        of_shared, of_inputs = executor.reverse(reverse, *given)
         of_tracers: list[Leaf] = [None] * len(tracers)
         of_reached: list[Leaf] = [None] * len(reached)
         for index, cotangent in zip(closed_over, of_shared[len(leaves) :], strict=True):

@@ -41,6 +41,7 @@ from jedbatch._program.capacity import Capacity, round_up
 from jedbatch._program.executors import Executor
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.lower import Rows, lower
+from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.placement import Placement
 from jedbatch._program.round_template import RoundTemplate
 from jedbatch._program.signature import Signature
@@ -573,6 +574,15 @@ class Workspace:
             num_instructions=max(self.signature.num_instructions, round_up(num_instructions)),
         )
         return placed, signature
+
+    def reverse(
+        self, placed: Placement, signature: Signature, wanted: Sequence[np.ndarray] | None
+    ) -> tuple[ReverseSignature, Any]:
+        """Returns the reverse of the `whole`, and its table, for what is wanted of the results."""
+        found = self.programs.reverse(placed, signature, wanted=wanted)
+        if self.trial is not None:
+            self.trial.finish(placed, signature, found, wanted)
+        return found
 
     def pull_back(self, arrays: PyTree, cotangents: Sequence[Any]) -> Any:
         """Cotangents of the instances' arrays from those of all input rows of each arena."""

@@ -33,15 +33,11 @@ from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.storage import stored
 from jedbatch._jaxpr.transfers import handed_over
+from jedbatch._kernel.kernel_spec import KernelSpec
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble, results_from
 from jedbatch._program.plan import Host, Plan, input_name
-from jedbatch._program.returned import (
-    bits_of,
-    joined,
-    leaf_numbers,
-    split_outputs,
-)
+from jedbatch._program.pullback import Pullback
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.heuristics import FALLBACKS, depth
 from jedbatch._schedule.policy import Policy
@@ -331,7 +327,7 @@ class Exported:
 
     def _run(self, plan: Plan, leaves: Sequence[Leaf], inputs: Mapping[str, Any]) -> Any:
         static = plan.static
-        signature, batch = static.signature, static.results.batch
+        signature = static.signature
         variant, executor = self._of_signature[id(signature)]
         shared = [*leaves, *(self._constants[i] for i in variant.constants)]
         rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
@@ -339,25 +335,9 @@ class Exported:
         if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
             return executor.infer(*arguments)
 
-        def reverse_of(table: Any, exist: Any, moving: Any) -> Any:
-            reverse = static.reverse
-            assert reverse is not None
-            numbers = leaf_numbers(static.results, signature.arenas)
-            bits = bits_of(numbers, exist)
-            self._refuse(reverse, int(bits[0]) if reverse.tells else None, moving)
-            if reverse.marks:
-                return reverse, table, handed_over(list(exist))
-            return reverse, table, handed_over(bits) if reverse.tells else None
-
-        run = Differentiable(
-            lambda: executor,
-            signature,
-            functools.partial(split_outputs, form=static.results, arenas=signature.arenas),
-            functools.partial(joined, signature.arenas, batch=batch),
-            functools.partial(self._permit, static.keeps),
-            reverse_of,
-            self._refuse_twice,
-        )
+        pullback = Pullback(signature, static.results, self._refuse, static.reverse, is_fixed=True)
+        permit = functools.partial(self._permit, static.keeps)
+        run = Differentiable(lambda: executor, pullback, permit, self._refuse_twice)
         with reverse_mode_only(f"the exported `{self.name}`", ONCE):
             return run(*arguments, handed_over(plan.reverse_table))
 
@@ -372,15 +352,12 @@ class Exported:
     def _refuse_twice(self) -> None:
         raise TypeError(f"the exported `{self.name}` is differentiated twice, and {ONCE}.")
 
-    def _refuse(self, reverse: Any, bits: int | None, moving: int) -> None:
-        for x in reverse.refused:
-            if (bits is None or x.leads_to & bits) and x.origins & moving:
-                node_type = reverse.forward.kernels[x.kernel].node_type
-                raise TypeError(
-                    f"result {x.result} of `{node_type}` of the exported "
-                    f"`{self.name}` cannot be differentiated, and a gradient is wanted through it. "
-                    "Write `jax.lax.stop_gradient` around it in the model."
-                )
+    def _refuse(self, kernel: KernelSpec, result: int) -> None:
+        raise TypeError(
+            f"result {result} of `{kernel.node_type}` of the exported `{self.name}` cannot be "
+            "differentiated, and a gradient is wanted through it. Write `jax.lax.stop_gradient` "
+            "around it in the model."
+        )
 
     # --- files ---
 

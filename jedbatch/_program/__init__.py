@@ -25,21 +25,23 @@ Read in this order:
    mesh.
 17. `plan`: `Plan`: a minibatch ready to run, and its printed summary.
 18. `returned`: The values that a program returns, in pieces that are differentiated or not.
-19. `arenas`: Rows of arenas in JAX: reading them, writing them in place, and keeping the two
+19. `pullback`: `Pullback`: the reverse of a program, and its tables, by what of the results is
+   differentiated.
+20. `arenas`: Rows of arenas in JAX: reading them, writing them in place, and keeping the two
    apart.
-20. `rows`: Rows that a chunk reads from arrays, all at once, and rows that it writes, in place.
-21. `interpreter`: Finding the next instruction of a table and running it, again and again, on
+21. `rows`: Rows that a chunk reads from arrays, all at once, and rows that it writes, in place.
+22. `interpreter`: Finding the next instruction of a table and running it, again and again, on
    the device.
-22. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
-23. `stopped`: Loops that were stopped (`max_steps`): the nodes they are in, and the error that
+23. `lanes`: Running a kernel over lanes: forwards, backwards, and the gradients of its weights.
+24. `stopped`: Loops that were stopped (`max_steps`): the nodes they are in, and the error that
    names them.
-24. `execute`: Running a program: one XLA program for every topology.
-25. `executors`: `Executor`: each half of a program as one XLA program.
-26. `differentiable`: Batched programs as differentiable functions.
-27. `device_axis`: Running a program on every device of an axis, each with a shard of the minibatch.
-28. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as
+25. `execute`: Running a program: one XLA program for every topology.
+26. `executors`: `Executor`: each half of a program as one XLA program.
+27. `differentiable`: Batched programs as differentiable functions.
+28. `device_axis`: Running a program on every device of an axis, each with a shard of the minibatch.
+29. `host_arrays`: Inputs and outputs of arenas: values of instances as rows, and rows as
    results.
-29. `verify`: Verifying plans: tables are run on symbols in place of values.
-30. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
+30. `verify`: Verifying plans: tables are run on symbols in place of values.
+31. `verify_vjp`: Verifying the reverse of plans, on the names of cotangents (see
    `_program.verify`).
 """

@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
@@ -24,7 +23,7 @@ from jedbatch._jaxpr.storage import Kind
 from jedbatch._program.arenas import take
 from jedbatch._program.executors import Executor, jit_for
 from jedbatch._program.lower_vjp import ReverseSignature
-from jedbatch._program.returned import Pieces, joined, unstacked
+from jedbatch._program.returned import Pieces
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._support.types import Array, PyTree
 
@@ -191,51 +190,9 @@ def _scattered(pieces: Sequence[Array], kind: Kind, rows: Array, order: Array) -
 
 
 def _own_flags(flags: Array, rows: Array, order: Array) -> Array:
-    """Returns the flags of the rows that a device returns, from those of results in order."""
+    """Returns the flags of the rows that a device returns, from those of pieces end to end."""
     count = len(order)
-    if not count:
+    if not len(flags):
         return jnp.zeros(0, bool)
-    return (rows < count) & take(flags, jnp.minimum(rows, count - 1))
-
-
-def split_rows(pieces: Pieces) -> Pieces:
-    """Returns what `OnDevices` returns row by row; each of its pieces has all of an arena."""
-    return tuple([row for piece in of_arena for row in unstacked(piece)] for of_arena in pieces)
-
-
-def joined_rows(arenas: Sequence[Kind], cotangents: Pieces) -> tuple[Pieces, list[np.ndarray]]:
-    """Does the same as `with_zeros` for what `split_rows` returns."""
-    arrays, exist = joined(arenas, cotangents, None)
-    return tuple([] if x is None or not len(x) else [x] for x in arrays), exist
-
-
-def all_exist(arenas: Sequence[Kind], exist: Sequence[np.ndarray]) -> bool:
-    """Returns whether all pieces that can have a cotangent have one, by `exist` of `joined`."""
-    return all(x.all() for (_, dtype), x in zip(arenas, exist, strict=True) if has_gradient(dtype))
-
-
-def split_pieces(pieces: Pieces) -> Pieces:
-    """Returns what `OnDevices` returns, which are pieces already."""
-    return pieces
-
-
-def with_zeros(
-    arenas: Sequence[Kind], counts: Sequence[int], cotangents: Pieces
-) -> tuple[Pieces, list[np.ndarray]]:
-    """(cotangents of pieces, zeros for those that have none, for each arena which exist).
-
-    Args:
-      arenas: of the program.
-      counts: rows of the pieces of each.
-      cotangents: of the pieces; None where there is none.
-    """
-    pieces, exist = [], []
-    for (shape, dtype), count, of_arena in zip(arenas, counts, cotangents, strict=True):
-        flags = np.array([x is not None for x in of_arena], bool)
-        exist.append(flags & has_gradient(dtype))
-        if has_gradient(dtype):
-            nothing = jnp.zeros((count, *shape), dtype)
-            pieces.append([nothing if x is None else x for x in of_arena])
-        else:
-            pieces.append([])
-    return tuple(pieces), exist
+    of_pieces = flags.reshape(-1, count)[:, jnp.minimum(rows, count - 1)]
+    return ((rows < count)[None] & of_pieces).ravel()

@@ -20,6 +20,7 @@ from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.symmetric import Symmetric, refuse_rules
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._program.alive import origin_of_inputs
+from jedbatch._program.pullback import Pullback
 from jedbatch._program.returned import Pieces
 from jedbatch._program.signature import Signature
 from jedbatch._support.types import Array, PyTree
@@ -34,11 +35,8 @@ class Differentiable:
     def __init__(
         self,
         executor_of: Callable[[], Any],
-        signature: Signature,
-        split: Callable[[Any], Pieces],
-        join: Callable[[Pieces], tuple[Any, Any]],
-        permit: Callable,
-        reverse_of: Callable,
+        pullback: Pullback,
+        permit: Callable[[], None],
         refuse: Callable[[], None] | None = None,
         on_mesh: bool = False,
     ):
@@ -46,27 +44,18 @@ class Differentiable:
 
         Args:
           executor_of: returns who runs it.
-          signature: the program.
-          split: from what the program returns to pieces.
-          join: from cotangents of pieces, None where there is none, to what the reverse takes, and
-            for each arena bool[pieces], which exist.
+          pullback: its reverse.
           permit: raises an error if it must not be differentiated.
-          reverse_of: from the reverse table, for each arena bool[pieces] that have a cotangent, and
-            what it is differentiated with respect to (see `Refused.origins`), to the reverse
-            signature and its tables, when they are needed.
           refuse: raises an error if it must not be differentiated in reverse mode twice; by default
             if some kernel has rules of the user's for the reverse.
           on_mesh: whether it runs on the devices of a mesh by itself.
         """
         self.executor_of = executor_of
-        self.signature = signature
-        self.split = split
-        self.join = join
+        self.pullback = pullback
         self.permit = permit
-        self.reverse_of = reverse_of
         # of arguments, results and what is kept; known once it has run
         self.tree = self.pieces = self.state = jax.tree.structure(None)
-        refuse = refuse or functools.partial(refuse_rules_of, signature)
+        refuse = refuse or functools.partial(refuse_rules_of, pullback.signature)
         self.program = Symmetric(self._run, self._known, self._pull_back, refuse, on_mesh=on_mesh)
 
     def __call__(self, *args: Any) -> Pieces:
@@ -80,7 +69,7 @@ class Differentiable:
         return jax.tree.unflatten(self.tree, args)
 
     def _split(self, outputs: Any) -> list[Array]:
-        pieces, self.pieces = jax.tree.flatten(self.split(outputs))
+        pieces, self.pieces = jax.tree.flatten(self.pullback.split(outputs))
         return pieces
 
     def _run(self, *args: Any) -> list[Array]:
@@ -100,14 +89,14 @@ class Differentiable:
     ) -> list[Array]:
         numbers = jax.tree.unflatten(self.pieces, range(len(cotangents)))
         pieces = tuple([cotangents[i] for i in positions] for positions in numbers)
-        outputs, exist = self.join(pieces)
+        outputs, exist = self.pullback.join(pieces)
         shared, inputs, table, reverse_table = self._given(args)
-        origins = origins_of(*self._given(wanted)[:2])
-        reverse, *tables = self.reverse_of(reverse_table, exist, origins)
+        moving = origins_of(*self._given(wanted)[:2])
+        reverse, *tables = self.pullback.tables(reverse_table, exist, moving)
         arguments = shared, (table, *tables), jax.tree.unflatten(self.state, values), outputs
         of_arguments = self.executor_of().reverse(reverse, *arguments)
-        moving = zip([*of_arguments[0], *of_arguments[1]], [*shared, *inputs], strict=True)
-        back = [c if c is not None and _moves(x) else None for c, x in moving]
+        pairs = zip([*of_arguments[0], *of_arguments[1]], [*shared, *inputs], strict=True)
+        back = [c if c is not None and _moves(x) else None for c, x in pairs]
         return [*back, *([None] * (len(args) - len(back)))]
 
 

@@ -11,6 +11,7 @@ off by NumPy instead, which copies nothing.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,6 @@ from jax.core import Tracer
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind, stored_kind
 from jedbatch._jaxpr.transfers import fetched, handed_over
-from jedbatch._program.alive import MAX_RESULTS
 from jedbatch._program.output_spec import OutputSpec, Slice, TileRun
 from jedbatch._program.placement import Placement
 from jedbatch._support.types import Array, Dtype
@@ -30,11 +30,17 @@ ROWS_PER_BLOCK = 64  # rows taken out of an array at a time
 Pieces = tuple[list[Array], ...]  # of each arena
 
 
-def split_outputs(outputs: Sequence[Array], form: OutputSpec, arenas: Sequence[Kind]) -> Pieces:
-    """The rows returned from each arena, as many as there are instances at a time or one by one."""
+def split_outputs(outputs: Sequence[Any], form: OutputSpec, arenas: Sequence[Kind]) -> Pieces:
+    """The rows returned from each arena, as many as there are instances at a time or one by one.
+
+    Devices of a mesh return lists of them: as many at a time already, or all of an arena.
+    """
     batch = form.batch
     if batch is None:
-        return tuple(map(unstacked, outputs))
+        lists = [rows if isinstance(rows, list) else [rows] for rows in outputs]
+        return tuple([row for rows in several for row in unstacked(rows)] for several in lists)
+    if any(isinstance(rows, list) for rows in outputs):
+        return tuple(outputs)
     pairs = zip(outputs, leaf_numbers(form, arenas), strict=True)
     return tuple(
         [_some(rows, i * batch, batch) for i in range(len(numbers))] for rows, numbers in pairs
@@ -62,32 +68,36 @@ def is_on_cpu(x: Array) -> bool:
 
 
 def joined(
-    arenas: Sequence[Kind],
-    cotangents: Pieces,
-    batch: int | None,
-    rooms: Sequence[int] | None = None,
-) -> tuple[tuple[Array, ...], list[np.ndarray]]:
-    """(for each arena the cotangents of its rows or None, for each bool[pieces], which exist).
+    arenas: Sequence[Kind], cotangents: Pieces, batch: int | None, rooms: Sequence[int]
+) -> tuple[Array | None, ...]:
+    """For each arena the cotangents of its rows; None for numbers that have none.
 
-    Pieces are None where there is none. There may be `rooms` for more rows of each arena than those
-    of pieces, which are zeros.
+    Those of pieces are None where there is none. Where pieces are several rows, an arena has room
+    for more, which are zeros.
     """
-    arrays: list[Array] = []
-    exist = []
-    rooms = rooms or [batch * len(pieces) if batch else 0 for pieces in cotangents]
+    arrays: list[Array | None] = []
     for (shape, dtype), pieces, room in zip(arenas, cotangents, rooms, strict=True):
-        flags = np.array([x is not None for x in pieces], bool)
-        exist.append(flags & has_gradient(dtype))
         if not has_gradient(dtype):
             arrays.append(None)
-            continue
-        if batch is not None:
+        elif batch is not None:
             arrays.append(_end_to_end(pieces, batch, (room, *shape), dtype))
-            continue
-        nothing = jnp.zeros(shape, dtype)
-        pieces = [x if there else nothing for x, there in zip(pieces, flags, strict=True)]
-        arrays.append(stacked(pieces) if pieces else nothing[None][:0])
-    return tuple(arrays), exist
+        else:
+            nothing = jnp.zeros(shape, dtype)
+            full = [nothing if x is None else x for x in pieces]
+            arrays.append(stacked(full) if full else nothing[None][:0])
+    return tuple(arrays)
+
+
+def joined_pieces(
+    arenas: Sequence[Kind], cotangents: Pieces, batch: int | None, counts: Sequence[int]
+) -> Pieces:
+    """The same for the devices of a mesh, as pieces of so many rows; nothing in place of None."""
+    found = []
+    for (shape, dtype), pieces, count in zip(arenas, cotangents, counts, strict=True):
+        nothing = jnp.zeros(shape if batch is None else (count, *shape), dtype)
+        full = [nothing if x is None else x for x in pieces] if has_gradient(dtype) else []
+        found.append([stacked(full)] if batch is None and full else full)
+    return tuple(found)
 
 
 def _end_to_end(
@@ -136,45 +146,6 @@ def told_apart(placed: Placement, form: OutputSpec) -> list[np.ndarray]:
     """The same; nothing if all are of one."""
     numbers = results_of_rows(placed, form)
     return numbers if any(x.any() for x in numbers) else []
-
-
-def rows_wanted(
-    placed: Placement, arenas: Sequence[Kind], exist: Sequence[np.ndarray], batch: int | None
-) -> list[np.ndarray] | None:
-    """For each arena of a minibatch, bool[outputs], which rows have a cotangent; None if all do.
-
-    `exist` says it of the pieces of the arenas of a program.
-    """
-    flags = dict(zip(arenas, exist, strict=True))
-    wanted_rows = []
-    everything = True
-    for kind, outputs in zip(placed.arenas, placed.outputs, strict=True):
-        wanted_rows.append(np.repeat(flags[kind], batch or 1)[: len(outputs)])
-        everything &= bool(wanted_rows[-1].all()) or not has_gradient(kind[1])
-    return None if everything else wanted_rows
-
-
-def bits_of(numbers: Sequence[np.ndarray], exist: Sequence[np.ndarray]) -> np.ndarray:
-    """int32[1]: the results of which some piece is differentiated, as bits."""
-    bits = 0
-    for positions, flags in zip(numbers, exist, strict=True):
-        for leaf in positions[flags[: len(positions)]].tolist():
-            bits |= 1 << min(leaf, MAX_RESULTS - 1)
-    return np.array([bits], np.int32)
-
-
-def all_or_none_exist(
-    arenas: Sequence[Kind], numbers: Sequence[np.ndarray], exist: Sequence[np.ndarray]
-) -> bool:
-    """Returns whether of each result all pieces are differentiated, or none."""
-    states: dict[int, set[bool]] = {}
-    for (_, dtype), positions, flags in zip(arenas, numbers, exist, strict=True):
-        pieces = (
-            zip(positions.tolist(), flags.tolist(), strict=False) if has_gradient(dtype) else ()
-        )
-        for leaf, flag in pieces:
-            states.setdefault(min(leaf, MAX_RESULTS - 1), set()).add(flag)
-    return all(len(found) == 1 for found in states.values())
 
 
 @jax.jit

@@ -10,7 +10,6 @@ import functools
 import operator
 import time
 from collections.abc import Collection, Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,7 +23,6 @@ from jedbatch._jaxpr.configuration import any_traced
 from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.transfers import handed_over
-from jedbatch._kernel.vjp import KernelVjp
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import Assembly, assemble
 from jedbatch._program.lower import Lowered
@@ -32,15 +30,8 @@ from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Host, Plan, Static, input_name
-from jedbatch._program.returned import (
-    all_or_none_exist,
-    bits_of,
-    joined,
-    leaf_numbers,
-    rows_wanted,
-    split_outputs,
-    told_apart,
-)
+from jedbatch._program.pullback import Pullback, refuse_derivative
+from jedbatch._program.returned import told_apart
 from jedbatch._program.stopped import check_plan, has_bounds
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import (
@@ -385,38 +376,16 @@ def run_plan(
         check_plan(signature, flags, plan.host.placed if plan.host else None)
         return outputs, packed
 
-    placed = plan.host and plan.host.placed  # not the tracers: `run` may outlive them
-
-    batch = static.results.batch
-
-    @functools.cache  # a trace asks for the types of a program, and then for the program
-    def planned_for(*exist: bytes) -> Any:
-        assert placed
-        flags = [np.frombuffer(x, bool) for x in exist]
-        wanted = rows_wanted(placed, signature.arenas, flags, batch)
-        return programs.reverse(placed, signature, wanted=wanted)
-
-    def reverse_of(table, exist, moving):
-        if static.reverse is not None:
-            numbers = leaf_numbers(static.results, signature.arenas)
-            bits = bits_of(numbers, exist) if static.reverse.tells else None
-            refuse_derivative(static.reverse, bits, moving, name)
-            reverse = static.reverse.with_constants(moving)
-            if all_or_none_exist(signature.arenas, numbers, exist):
-                return reverse, table, handed_over(bits)
-            flags = [np.repeat(x, batch or 1) for x in exist]
-            flags = [np.pad(x, (0, n - len(x))) for x, n in zip(flags, rooms, strict=True)]
-            return replace(reverse, marks=True), table, handed_over(flags)
-        reverse, table = planned_for(*(np.asarray(x, bool).tobytes() for x in exist))
-        refuse_derivative(reverse, None, moving, name)
-        return reverse.with_constants(moving), handed_over(table), None
-
+    pullback = Pullback(
+        signature,
+        static.results,
+        functools.partial(refuse_derivative, name),
+        static.reverse,
+        plan.host.placed if plan.host else None,  # not the tracers: `run` may outlive them
+        programs.reverse,
+    )
     executor_of = functools.partial(programs.executor, signature)
-    arenas, rooms = signature.arenas, signature.outputs
-    split = functools.partial(split_outputs, form=static.results, arenas=arenas)
-    join = functools.partial(joined, arenas, batch=batch, rooms=rooms)
-    permit = functools.partial(permit_derivative, static)
-    run = Differentiable(executor_of, signature, split, join, permit, reverse_of)
+    run = Differentiable(executor_of, pullback, functools.partial(permit_derivative, static))
     with reverse_mode_only(name):
         return run(*arguments, handed_over(plan.reverse_table)), packed
 
@@ -462,25 +431,3 @@ def permit_derivative(static: Static) -> None:
             "`apply` is differentiated with a plan made for inference, which does not keep what "
             "the reverse reads; make it with `plan(..., gradient=True)`, which is the default."
         )
-
-
-def refuse_derivative(signature: ReverseSignature, bits: Any, moving: int, name: str) -> None:
-    """Raises the error of JAX if something is differentiated that it cannot differentiate.
-
-    `bits` says which results are (see `bits_of`), None if all that have a cotangent; `moving` with
-    respect to what, as `Refused.origins` does.
-    """
-    for refused in signature.refused:
-        wanted = bits is None or refused.leads_to & int(bits[0])
-        if not wanted or not refused.origins & moving:
-            continue
-        kernel = signature.forward.kernels[refused.kernel]
-        try:
-            KernelVjp(kernel, [refused.result])
-        except Exception as error:
-            error.add_note(
-                f"This happened while {name} was differentiated: it depends on "
-                f"result {refused.result} of `{kernel.node_type}`. If no gradient is wanted "
-                "through it, write `jax.lax.stop_gradient` around it."
-            )
-            raise

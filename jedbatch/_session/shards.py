@@ -13,7 +13,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -25,19 +24,13 @@ from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import is_staging
 from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.storage import Kind
-from jedbatch._program.device_axis import (
-    all_exist,
-    joined_rows,
-    split_pieces,
-    split_rows,
-    with_zeros,
-)
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import NO_VALUE, Placement
 from jedbatch._program.plan import Plan, input_name
-from jedbatch._program.returned import bits_of, leaf_numbers, told_apart
+from jedbatch._program.pullback import Pullback, refuse_derivative
+from jedbatch._program.returned import told_apart
 from jedbatch._program.sharded import (
     DeviceAxis,
     Route,
@@ -61,7 +54,6 @@ from jedbatch._session.pipeline import (
     minibatch_key,
     permit_derivative,
     programs_of,
-    refuse_derivative,
     with_inputs,
 )
 from jedbatch._session.program_cache import ProgramCache
@@ -489,35 +481,21 @@ def run_on_devices(
         table = jax.lax.with_sharding_constraint(table, devices.cut)
     arguments = shared, rows, (table, own_rows, order)
     executor = programs.executor_on(signature, devices)
-    is_stacked = static.results.batch is not None
-    split = split_pieces if is_stacked else split_rows
+    pullback = Pullback(
+        signature,
+        static.results,
+        functools.partial(refuse_derivative, name),
+        static.reverse,
+        counts=[len(order[a if len(order) > 1 else 0]) for a in range(len(signature.arenas))],
+    )
     if not any(isinstance(x, Tracer) for x in jax.tree.leaves(arguments)):
         if not has_bounds(signature):
-            return split(executor.infer(*arguments))
+            return pullback.split(executor.infer(*arguments))
         outputs, flags = executor.watch(*arguments)
         check_shards(signature, flags, _known_shards(plan, devices))
-        return split(outputs)
-
-    def reverse_of(table, exist, moving):
-        reverse = static.reverse
-        assert reverse is not None
-        if not is_stacked:
-            refuse_derivative(reverse, None, moving, name)
-            reverse = reverse.with_constants(moving)
-            if all_exist(signature.arenas, exist):
-                return reverse, table, None
-            return replace(reverse, marks=True), table, exist
-        numbers = leaf_numbers(static.results, signature.arenas)
-        bits = bits_of(numbers, exist) if reverse.tells else None
-        refuse_derivative(reverse, bits, moving, name)
-        return reverse.with_constants(moving), table, bits
-
-    counts = [len(order[a if len(order) > 1 else 0]) for a in range(len(signature.arenas))]
-    join = functools.partial(joined_rows, signature.arenas)
-    if is_stacked:
-        join = functools.partial(with_zeros, signature.arenas, counts)
+        return pullback.split(outputs)
     permit = functools.partial(permit_derivative, static)
-    run = Differentiable(lambda: executor, signature, split, join, permit, reverse_of, on_mesh=True)
+    run = Differentiable(lambda: executor, pullback, permit, on_mesh=True)
     with reverse_mode_only(name):
         return run(*arguments, plan.reverse_table)
 
