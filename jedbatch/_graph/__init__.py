@@ -17,11 +17,13 @@ Read in this order:
    as columns.
 10. `invariants`: The invariants of graphs, such as those that come from files.
 11. `graph`: Dataflow graphs of instances, as data.
-12. `rewrite`: `rewrite`: a graph with some nodes in place of others.
-13. `degeneracy`: Graphs that hardly batch.
-14. `record`: `Record`: what recording an instance gave.
-15. `structures`: Instances of one structure: those whose graphs differ in the values of their
+12. `straight`: Computing calls one after the other, without a program: on arrays, symbols or what
+   is traced.
+13. `rewrite`: `rewrite`: a graph with some nodes in place of others.
+14. `degeneracy`: Graphs that hardly batch.
+15. `record`: `Record`: what recording an instance gave.
+16. `structures`: Instances of one structure: those whose graphs differ in the values of their
    inputs alone.
-16. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
+17. `prune`: Graphs of imperative code: without nodes that are not read, and cut where no edge
    leads across.
 """

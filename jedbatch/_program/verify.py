@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.straight import calls_of, inputs_of, straight
 from jedbatch._graph.types import LENGTH
 from jedbatch._jaxpr.storage import stored
 from jedbatch._kernel.kernel import Kernel
@@ -62,15 +63,13 @@ class Goal:
 
     Attributes:
       nodes: how many nodes compute each symbol.
-      values: int64[V], the symbol of every result.
-      inputs: int64[I], the symbol of every input.
+      values: the symbol of every result by number, and of input i at -1 - i.
       rows: inputs that there are, by kind of value.
       numbers: of elements of lists, by the symbols of inputs.
     """
 
     nodes: collections.Counter[int]
-    values: np.ndarray
-    inputs: np.ndarray
+    values: Mapping[int, int]
     rows: collections.Counter[Any]
     numbers: Mapping[int, int] = field(default_factory=dict)
 
@@ -89,23 +88,19 @@ class Goal:
                 numbers.update(zip(own, np.asarray(chunk.rows).tolist(), strict=True))
             inputs += own
             rows[kind] += len(chunk)
-        symbols_made: list[int] = []
         nodes: collections.Counter[int] = collections.Counter()
-        for node, t in enumerate(graph.node_type.tolist()):
-            start, end = graph.operand_ptr[node : node + 2].tolist()
-            read = graph.operand[start:end].tolist()
-            operands = tuple(symbols_made[r] if r >= 0 else inputs[-1 - r] for r in read)
-            symbol = symbols("node", types[t], operands)
+
+        def run(t: int, operands: list[int]) -> list[int]:
+            symbol = symbols("node", types[t], tuple(operands))
             nodes[symbol] += 1
-            symbols_made += [
-                symbols("result", symbol, s) for s in range(graph.types[t].num_results)
-            ]
-        made = np.array(symbols_made, np.int64)
-        return Goal(nodes, made, np.array(inputs, np.int64), rows, numbers)
+            return [symbols("result", symbol, s) for s in range(graph.types[t].num_results)]
+
+        values = straight(calls_of(graph), inputs_of(inputs), run)
+        return Goal(nodes, values, rows, numbers)
 
     def __getitem__(self, reference: int) -> int:
         """The symbol of a value, or of an input as -1 - i."""
-        return int(self.values[reference] if reference >= 0 else self.inputs[-1 - reference])
+        return self.values[reference]
 
 
 @dataclass

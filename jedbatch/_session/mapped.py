@@ -21,6 +21,7 @@ from jax.core import Tracer
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
+from jedbatch._graph.straight import calls_of, inputs_of, straight
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.divergent import BranchesName
 from jedbatch._jaxpr.interpret import cares_for_padding
@@ -146,21 +147,20 @@ class MappedProgram:
         """Returns what `_run` does, of one instance; `by_type` has kernels and their consts."""
         graph = self._graph
         mine = [rows[place] for place in self.places]
-        inputs = [x for chunk in graph.inputs for x in _inputs(chunk, mine)]
-        values: list[Array] = []
+        inputs = inputs_of(x for chunk in graph.inputs for x in _inputs(chunk, mine))
         stopped: list[Array] = []
 
-        def read(references: np.ndarray) -> list[Array]:
-            return [values[r] if r >= 0 else inputs[-1 - r] for r in references.tolist()]
-
-        for n, t in enumerate(graph.node_type.tolist()):
+        def run(t: int, operands: list[Array]) -> list[Array]:
             kernel, consts = by_type[t]
-            operands = read(graph.operand[graph.operand_ptr[n] : graph.operand_ptr[n + 1]])
             found, flags = kernel.forward_bounded(consts, kernel.arguments(operands), branches)
-            values += found
-            stopped += flags
+            stopped.extend(flags)
+            results: list[Array] = found
+            return results
+
+        values = straight(calls_of(graph), inputs, run)
+        outputs = [values[r] for r in graph.outputs.tolist()]
         kinds = [ValueType(*kind[:2]) for kind in self.record.types]
-        return list(map(from_stored, read(graph.outputs), kinds)), stopped
+        return list(map(from_stored, outputs, kinds)), stopped
 
 
 def _inputs(chunk: InputRows, arrays: Sequence[Array]) -> list[Array]:

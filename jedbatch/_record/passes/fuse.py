@@ -52,7 +52,8 @@ import jax
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.types import operation_of
+from jedbatch._graph.straight import inputs_of, straight
+from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._record.passes.call_sites import Sites, Unit
 from jedbatch._record.passes.known import KnownStretches, Parsed, Stretch, relative
@@ -405,7 +406,9 @@ def pattern_call(
     registry: Registry, pattern: Pattern, shared: tuple[int, ...], leaving: int
 ) -> Callable:
     """A function of (shared values, operands) that does what a block does."""
+    reads = iter(pattern.reads)
     types = [registry.node_types[t] for t in pattern.types]
+    calls = [(t, list(itertools.islice(reads, len(t.operands)))) for t in types]
     numbers = {}
     for read in pattern.reads:
         if not isinstance(read, int):
@@ -416,18 +419,15 @@ def pattern_call(
 
     def call(shared_values: Sequence[Leaf], operand_values: Sequence[Leaf]) -> list[Leaf]:
         of_shared = dict(zip(shared, shared_values, strict=True))
-        values_made: list[Any] = []
-        reads = iter(pattern.reads)
-        for node_type in types:
-            operation = operation_of(node_type)
-            operands_here = [
-                numbers[r] if r in numbers else values_made[r] if r >= 0 else operand_values[~r]
-                for r in itertools.islice(reads, len(node_type.operands))
-            ]
-            values = [*(of_shared[s] for s in node_type.shared), *operands_here]
-            closed = operation.jaxpr
-            values_made += jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
-        return [x for k, x in enumerate(values_made) if leaving >> k & 1]
+
+        def run(node_type: NodeType, operands: list[Any]) -> list[Any]:
+            values = [*(of_shared[s] for s in node_type.shared), *operands]
+            closed = operation_of(node_type).jaxpr
+            results: list[Any] = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
+            return results
+
+        values = straight(calls, inputs_of(operand_values) | numbers, run)
+        return [values[k] for k in range(leaving.bit_length()) if leaving >> k & 1]
 
     return call
 

@@ -13,6 +13,7 @@ import numpy as np
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.paths import pointers, ranges
+from jedbatch._graph.straight import calls_of, inputs_of, straight
 from jedbatch._record.cell import Cell, recording
 from jedbatch._record.identity.functions import cell_of
 from jedbatch._record.instances.arrays import array_type
@@ -178,10 +179,10 @@ def evaluate(
         recorded = record_graph(recording.recorder, graph, cells_of_types, shared)
         if recorded is not None:
             return recorded
-    inputs = [row for chunk in graph.inputs for row in chunk.rows]  # type: ignore[union-attr]
-    results: list[PyTree] = []
-    for n, t in enumerate(graph.node_type.tolist()):
-        reads = graph.operand[graph.operand_ptr[n] : graph.operand_ptr[n + 1]].tolist()
-        operands = [results[r] if r >= 0 else inputs[-1 - r] for r in reads]
-        results.append(by_type[t](*shared, *operands))
-    return results
+    inputs = inputs_of(row for chunk in graph.inputs for row in chunk.rows)  # type: ignore[union-attr]
+
+    def run(t: int, operands: Sequence[PyTree]) -> list[PyTree]:
+        return [cells[graph.types[t].name](*shared, *operands)]
+
+    values = straight(calls_of(graph), inputs, run)
+    return [values[n] for n in range(len(graph.node_type))]
