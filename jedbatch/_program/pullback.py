@@ -10,6 +10,7 @@ rows returned have one, in one of three ways:
     marks     the sweep marks the cotangents that exist, row by row
 """
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -92,12 +93,12 @@ class Pullback:
             self._check(reverse, None, moving)
             return reverse.with_constants(moving), table, None
         reverse, tells = self.reverse, self.reverse.tells
-        numbers = leaf_numbers(self.form, self.signature.arenas)
-        bits = self._bits(numbers, exist) if tells else None
+        states = self._states(exist, tells)
+        bits = sum(1 << leaf for leaf, found in states.items() if True in found) if tells else None
         self._check(reverse, bits, moving)
         if not self.is_fixed:
             reverse = reverse.with_constants(moving)
-            reverse = replace(reverse, marks=not self._all_or_none(numbers, exist, tells))
+            reverse = replace(reverse, marks=any(len(found) > 1 for found in states.values()))
         if not reverse.marks:
             return reverse, table, None if bits is None else np.array([bits], np.int32)
         if self.counts is None:
@@ -125,24 +126,15 @@ class Pullback:
         everything = all(x.all() for (_, dtype), x in pairs if has_gradient(dtype))
         return plan(placed, signature, wanted=None if everything else wanted)
 
-    def _bits(self, numbers: Sequence[np.ndarray], exist: Sequence[np.ndarray]) -> int:
-        """The results of which some piece is differentiated, as bits."""
-        bits = 0
-        for positions, flags in zip(numbers, exist, strict=True):
-            for leaf in positions[flags[: len(positions)]].tolist():
-                bits |= 1 << min(leaf, MAX_RESULTS - 1)
-        return bits
-
-    def _all_or_none(
-        self, numbers: Sequence[np.ndarray], exist: Sequence[np.ndarray], tells: bool
-    ) -> bool:
-        """Whether of each result that bits tell apart all pieces are differentiated, or none."""
-        states: dict[int, set[bool]] = {}
-        for (_, dtype), positions, flags in zip(self.signature.arenas, numbers, exist, strict=True):
+    def _states(self, exist: Sequence[np.ndarray], tells: bool) -> dict[int, set[bool]]:
+        """For each result that bits tell apart, whether its pieces are differentiated, or both."""
+        arenas, states = self.signature.arenas, collections.defaultdict(set)
+        numbers = leaf_numbers(self.form, arenas)
+        for (_, dtype), positions, flags in zip(arenas, numbers, exist, strict=True):
             if has_gradient(dtype):
                 for leaf, flag in zip(positions.tolist(), flags.tolist(), strict=False):
-                    states.setdefault(min(leaf, MAX_RESULTS - 1) if tells else 0, set()).add(flag)
-        return all(len(found) == 1 for found in states.values())
+                    states[min(leaf, MAX_RESULTS - 1) if tells else 0].add(flag)
+        return states
 
     def _check(self, reverse: ReverseSignature, bits: int | None, moving: int) -> None:
         """Refuses what is to be differentiated, of results that `bits` name, and cannot be."""
