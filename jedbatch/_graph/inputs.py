@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jedbatch._graph.types import ValueType
+from jedbatch._graph.types import LENGTH, ValueType
 
 if TYPE_CHECKING:
     from jaxtyping import Int64
@@ -119,6 +119,17 @@ def types_in_order(inputs: Sequence[InputRows]) -> tuple[list[ValueType], list[i
 def count_inputs(inputs: Sequence[InputRows]) -> int:
     """Returns how many inputs there are."""
     return int(inputs.ends[-1]) if isinstance(inputs, InputColumns) else sum(map(len, inputs))
+
+
+def whole_numbers(inputs: Sequence[InputRows], count: int) -> np.ndarray:
+    """Returns int64[count], the inputs that are whole numbers of their own; the others are 0."""
+    numbers = np.zeros(count, np.int64)
+    first = 0
+    for chunk in inputs:
+        if chunk.type == LENGTH and chunk.rows is not None and chunk.leaf is None:
+            numbers[first : first + len(chunk)] = chunk.rows
+        first += len(chunk)
+    return numbers
 
 
 def bytes_of_inputs(inputs: Sequence[InputRows]) -> int:

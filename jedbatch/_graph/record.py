@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -19,12 +19,14 @@ class Record:
       whole, index: the instance is number `index` of this graph.
       structure: of the pytree the function returned.
       types: (shape, dtype) of its leaves.
+      known_structure: of the graph, once it is known (see `_graph.structures`).
     """
 
     whole: Graph
     index: int
     structure: Any
     types: tuple[tuple, ...]
+    known_structure: ClassVar[Any] = None
 
     @staticmethod
     def of_all(whole: Graph, forms: Sequence[tuple[Any, tuple]]) -> list["Record"]:
@@ -48,29 +50,7 @@ class Record:
             return None
         return tuple([chunk.type for chunk in chunks]), rows  # type: ignore[return-value]
 
-    @functools.cached_property
-    def form(self) -> Hashable:
-        """Equal for instances whose graphs differ in the values of their inputs alone."""
-        graph, index = self.whole, self.index
-        of_results = self.structure, self.types
-        if graph.num_instances == 1:
-            arrays = graph.node_type, graph.operand_ptr, graph.operand, graph.outputs
-            types = tuple([(chunk.type, len(chunk)) for chunk in graph.inputs])
-            return (*(x.tobytes() for x in arrays), types, *of_results)
-        ends = np.frombuffer(graph.bounds[index], np.int64).reshape(5, 2).tolist()
-        (node, node_end), (read, read_end), (first_input, _), (output, output_end), (result, _) = (
-            ends
-        )
-
-        def from_zero(references: np.ndarray) -> bytes:
-            moved = references - np.where(references >= 0, result, -first_input)
-            return moved.astype(references.dtype).tobytes()
-
-        return (
-            graph.node_type[node:node_end].tobytes(),
-            (graph.operand_ptr[node : node_end + 1] - read).tobytes(),
-            from_zero(graph.operand[read:read_end]),
-            from_zero(graph.outputs[output:output_end]),
-            tuple([(chunk.type, len(chunk)) for chunk in graph.chunks[index]]),
-            *of_results,
-        )
+    @property
+    def told_apart_by(self) -> tuple[Hashable, ...]:
+        """What instances are told apart by, besides their graphs, that are planned in one way."""
+        return self.structure, self.types

@@ -1,52 +1,48 @@
 """Instances of one structure: those whose graphs differ in the values of their inputs alone.
 
 Trees of one shape have the same nodes and edges, and everything that planning finds out about one
-of them holds for all. So instances are told apart by *structure*: a digest of every instance of a
-graph is found in one pass over it, instances whose digests agree are compared once, and from then
-on a record knows its structure.
+of them holds for all. So instances are told apart by *structure*: each is written out of its graph
+as bytes, equal for those of one structure, and from then on a record knows its structure. Lengths
+of lists are written out, too, though they are values of inputs: which elements exist depends on
+them.
+
+It takes time in proportion to nodes. Where most instances have a structure of their own, as large
+trees do, nothing is gained by it, and each is taken to have one by itself.
 
 The twin in C is `_support/c/structures.c`.
 """
 
-import functools
-import hashlib
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.inputs import InputColumns, types_and_counts
+from jedbatch._graph.inputs import types_and_counts, whole_numbers
+from jedbatch._graph.operations import ListOperands
 from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
 from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.native import core
 
-KNOWN = "_structure"  # where a record keeps its structure
-COLUMNS = "_columns"  # where a graph keeps its arrays as the core wants them
-DIGESTS = "_digests"  # where a graph keeps what `digests_of` says
-SHORT_FORM = "_short_form"  # where a record keeps it
-MAX_SHORT_NODES = 16  # of an instance whose form is looked at among any number of others
+MIN_COPIES = 4  # instances to a structure, in the mean, or so few: to find structures takes time
 
 
 class Structure:
     """The structure of instances whose graphs differ in the values of their inputs alone.
 
     Attributes:
-      record: of one of them.
+      record: of one of them; None if no others were looked for.
+      written: the graph (see `written_out`), which puts structures in an order that depends on
+        nothing else.
     """
 
-    __slots__ = ("__dict__", "record")
+    __slots__ = ("record", "written")
 
-    def __init__(self, record: Record):
+    def __init__(self, record: Any, written: bytes):
         self.record = record
-
-    @functools.cached_property
-    def order(self) -> tuple[bytes, ...]:
-        """The graph written out: puts structures in an order that depends on nothing else."""
-        form: tuple = self.record.form  # type: ignore[assignment]
-        return form[:4]
+        self.written = written
 
 
 class Structures:
@@ -59,162 +55,138 @@ class Structures:
 
     def __init__(self, limit: int, budget: Budget):
         self._known: Memory = Memory(limit, budget, _bytes_of)
-        self._short_forms: Memory = Memory(limit, budget, _bytes_of_form)
         self._types: dict[ValueType, int] = {}
+        self._lists: dict[int, ListOperands] = {}  # of node types that have some
+        self._num_types = 0
 
-    def of(self, records: Sequence[Record], most: int) -> list[Structure] | None:
-        """Returns the structure of each record; None if there are more than `most` of them.
+    def of(self, records: Sequence[Record]) -> list[Structure]:
+        """Returns the structure of each record.
 
-        None, too, if a record is for all lengths, which has no structure.
+        Only where there are as few as one to `MIN_COPIES` instances, or as few in all, are others
+        looked for that have the same.
         """
-        try:
-            return [record.__dict__[KNOWN] for record in records]
-        except KeyError:
-            pass
-        if any(type(record) is not Record for record in records):
-            return None
-        if _are_of_many_sizes(records, most):
-            return None
-        found: list[Hashable] = [r.__dict__.get(KNOWN) or self._digest(r)[0] for r in records]
-        if len(set(found)) > most:
-            return None
-        met: dict[tuple[int, int], Record] = {}  # of each graph, by the first instance like it
-        for record, digest in zip(records, found, strict=True):
-            if KNOWN in record.__dict__:
-                continue
-            one = met.setdefault((id(record.whole), self._digest(record)[1]), record)
-            if one is record or (one.structure, one.types) != (record.structure, record.types):
-                self._note(record, digest)
+        found = [record.known_structure for record in records]
+        distinct, most = set(found), max(MIN_COPIES, len(records) // MIN_COPIES)
+        are_few = len(distinct) <= most
+        if None in distinct or (are_few and any(x.record is None for x in distinct)):
+            wholes: dict[int, dict[Record, None]] = {}
+            for record, known in zip(records, found, strict=True):
+                if known is None or (are_few and known.record is None):
+                    wholes.setdefault(id(record.whole), {})[record] = None
+            for some in wholes.values():
+                self._find(list(some), most)
+            found = [record.known_structure for record in records]
+        return found
+
+    def _find(self, records: Sequence[Record], most: int) -> None:
+        """Finds the structures of some instances of one graph, if there are at most so many."""
+        graph, which = records[0].whole, np.array([record.index for record in records])
+        written = None
+        if len(records) <= most or len(set(np.diff(graph.node_ptr)[which].tolist())) <= most:
+            written = written_out(graph, which, *self._words(graph), most)
+        met: dict[bytes, Record] = {}
+        for record, own in zip(records, written or [b""] * len(records), strict=True):
+            if written is None:
+                structure = Structure(None, own)
+            elif (one := met.setdefault(own, record)).told_apart_by != record.told_apart_by:
+                structure = self._noted(record, own)
             else:
-                record.__dict__[KNOWN] = one.__dict__[KNOWN]
-        return [record.__dict__[KNOWN] for record in records]
+                structure = self._noted(record, own) if one is record else one.known_structure
+            record.__dict__["known_structure"] = structure
 
-    def short_form(self, record: Record) -> Hashable:
-        """Returns what is equal for records of few nodes of one form; of others the record."""
-        known = record.__dict__.get(SHORT_FORM)
-        if known is None:
-            first, last = np.frombuffer(record.whole.bounds[record.index], np.int64)[:2].tolist()
-            if last - first > MAX_SHORT_NODES:
-                return record
-            form = record.form
-            known = self._short_forms.get(form)
-            if known is None:
-                known = self._short_forms[form] = object()
-            record.__dict__[SHORT_FORM] = known
-        return known
+    def _noted(self, record: Record, written: bytes) -> Structure:
+        """Returns the structure of a record."""
+        key: Hashable = written, record.told_apart_by
+        structure: Structure | None = self._known.get(key)
+        if structure is None:
+            structure = self._known[key] = Structure(record, written)
+        return structure
 
-    def _digest(self, record: Record) -> tuple[bytes, int]:
-        """Returns what `digests_of` says of an instance, found for all recorded with it."""
-        known = record.whole.__dict__
-        if DIGESTS not in known:
-            known[DIGESTS] = self._digests(record.whole)
-        return known[DIGESTS][record.index]
+    def _words(self, graph: Graph) -> tuple[np.ndarray, np.ndarray]:
+        """(int64[B + 1], int32[...]): what instances of a graph are told apart by besides it.
 
-    def _note(self, record: Record, digest: Hashable) -> None:
-        """Finds the structure of a record, by its digest."""
-        key: Hashable = digest, record.structure, record.types
-        structure = self._known.get(key)
-        if structure is None or not compute_the_same(structure.record, record):
-            structure = self._known[key] = Structure(record)
-        record.__dict__[KNOWN] = structure
-
-    def _digests(self, graph: Graph) -> list[tuple[bytes, int]]:
-        """Returns what `digests_of` says of every instance of a graph."""
+        Types of inputs, each as often as it follows itself, and lengths of lists.
+        """
         types, counts = types_and_counts(graph.inputs)
-        number = {id(t): 0 for t in types}
-        for t in types:
-            if not number[id(t)]:
-                number[id(t)] = self._types.setdefault(t, 1 + len(self._types))
-        words = np.array([[number[id(t)] for t in types], counts], np.int64)
-        ptr = np.searchsorted(pointers(words[1]), graph.input_ptr)
-        return digests_of(graph, words.T.ravel(), 2 * ptr)
+        one_of = {id(t): t for t in types}
+        number = {k: self._types.setdefault(t, len(self._types)) for k, t in one_of.items()}
+        words = np.array([[number[id(t)] for t in types], counts], np.int32)
+        ptr = 2 * np.searchsorted(pointers(words[1]), graph.input_ptr)
+        words = words.T.ravel()
+        for t in range(self._num_types, len(graph.types)):
+            operation = graph.types[t].operation
+            if operation is not None and operation.lists is not None:
+                self._lists[t] = operation.lists
+        self._num_types = max(self._num_types, len(graph.types))
+        if not self._lists:
+            return ptr, words
+        lengths, owner = lengths_of(graph, self._lists)
+        if len(lengths):
+            of_words = np.arange(graph.num_instances).repeat(np.diff(ptr))
+            order = np.argsort(np.concatenate([of_words, owner]), kind="stable")
+            words = np.concatenate([words, lengths])[order]
+            ptr += pointers(np.bincount(owner, minlength=graph.num_instances))
+        return ptr, words
 
 
-def _are_of_many_sizes(records: Sequence[Record], most: int) -> bool:
-    """Returns whether instances recorded together are of more than `most` sizes, at a glance."""
-    graph = records[0].whole
-    if len(records) != graph.num_instances or any(r.whole is not graph for r in records):
-        return False
-    return len(set(np.diff(graph.node_ptr).tolist())) > most
+def lengths_of(graph: Graph, lists: Mapping[int, ListOperands]) -> tuple[np.ndarray, np.ndarray]:
+    """(int32[...], int64[...]): lengths of lists that nodes read, and the instance of each.
+
+    `lists` are those of the types that have some.
+    """
+    nodes = {t: np.flatnonzero(graph.node_type == t) for t in lists}
+    edges = [graph.operand_ptr[own] + lists[t].length for t, own in nodes.items()]
+    if not any(map(len, edges)):
+        return np.zeros(0, np.int32), np.zeros(0, np.int64)
+    numbers = whole_numbers(graph.inputs, graph.num_inputs)
+    lengths = numbers[-1 - graph.operand[np.concatenate(edges)]].astype(np.int32)
+    return lengths, graph.node_instance[np.concatenate(list(nodes.values()))]
 
 
-def digests_of(graph: Graph, words: np.ndarray, word_ptr: np.ndarray) -> list[tuple[bytes, int]]:
-    """Returns for every instance 16 bytes, equal for those that compute the same.
-
-    With the number of the first instance that does, compared as a whole.
+def written_out(
+    graph: Graph, which: np.ndarray, word_ptr: np.ndarray, words: np.ndarray, most: int
+) -> list[bytes] | None:
+    """Returns some instances written out, equal for those that compute the same of their inputs.
 
     Args:
       graph: of the instances.
-      words: int64[...], what is to agree besides nodes, operands and outputs.
-      word_ptr: int64[B + 1], the share of each instance.
+      which: int64[...], their numbers.
+      word_ptr: int64[B + 1], where the words of each instance begin.
+      words: int32[...], what is to agree besides the graph.
+      most: different ones; if there are more, None is returned.
     """
-    compiled, count = core(), graph.num_instances
-    if compiled is None:
-        ends = word_ptr.tolist()
-        found: dict[tuple[bytes, ...], tuple[bytes, int]] = {}
-        each = []
-        for i in range(count):
-            form: tuple = Record(graph, i, None, ()).form  # type: ignore[assignment]
-            parts = words[ends[i] : ends[i + 1]].tobytes(), *form[:4]
-            each.append(found.setdefault(parts, (_digest_of(parts), i)))
-        return each
-    digests, first = np.empty((count, 2), np.int64), np.empty(count, np.int64)
-    bounds = np.frombuffer(b"".join(graph.bounds), np.int64)
-    compiled.digest_instances((*_columns(graph), bounds, word_ptr, words, digests, first))
-    raw = digests.tobytes()
-    return list(zip([raw[i : i + 16] for i in range(0, len(raw), 16)], first.tolist(), strict=True))
-
-
-def _digest_of(parts: Sequence[bytes]) -> bytes:
-    """Returns 16 bytes that depend on the parts and their lengths."""
-    hashed = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        hashed.update(len(part).to_bytes(8, "little") + part)
-    return hashed.digest()
-
-
-def compute_the_same(one: Record, other: Record) -> bool:
-    """Returns whether the graphs of two instances differ in the values of their inputs alone."""
-    compiled = core()
-    if one is other:
-        return True
-    if compiled is None:
-        return one.form == other.form
-    same_inputs = _inputs_of(one) == _inputs_of(other)
-    return same_inputs and compiled.same_instance(_share(one), _share(other))
-
-
-def _inputs_of(record: Record) -> tuple[list[ValueType], list[int]]:
-    """Returns what `types_and_counts` does, for an instance."""
-    inputs, which = record.whole.inputs, slice(record.index, record.index + 2)
-    if isinstance(inputs, InputColumns):
-        return inputs.types_and_counts(*record.whole.input_ptr[which].tolist())
-    return types_and_counts(record.whole.chunks[record.index])
-
-
-def _share(record: Record) -> tuple[np.ndarray, ...]:
-    graph = record.whole
-    return *_columns(graph), np.frombuffer(graph.bounds[record.index], np.int64)
-
-
-def _bytes_of(_: Hashable, structure: Structure) -> int:
-    return structure.record.whole.nbytes_each  # kept as a whole, but mostly with others
-
-
-def _bytes_of_form(form: Any, _: object) -> int:
-    return 200 + sum(len(part) for part in form if type(part) is bytes)
-
-
-def _columns(graph: Graph) -> tuple[np.ndarray, ...]:
-    """Returns the arrays of a graph as the core wants them, found once for all of its instances."""
-    columns: tuple[np.ndarray, ...] | None = graph.__dict__.get(COLUMNS)
-    if columns is None:
-        columns = graph.__dict__[COLUMNS] = (
+    compiled = core() if graph.num_instances > 1 else None  # one takes longer to hand over
+    if compiled is not None:
+        columns = (
             *int32_arrays(graph.node_type),
             *int64_arrays(graph.operand_ptr),
             *int32_arrays(graph.operand, graph.outputs),
         )
-    return columns
+        bounds = np.frombuffer(b"".join(graph.bounds), np.int64)
+        found = compiled.write_structures(most, (*columns, bounds, word_ptr, words, which))
+    else:
+        found = [_written(graph, i, words[word_ptr[i] : word_ptr[i + 1]]) for i in which.tolist()]
+    return found if found is not None and len(set(found)) <= most else None
+
+
+def _written(graph: Graph, i: int, words: np.ndarray) -> bytes:
+    """Returns an instance written out: columns of its graph, counted from zero, and their sizes."""
+    node, last = graph.node_ptr[i : i + 2].tolist()
+    output, last_output = graph.output_ptr[i : i + 2].tolist()
+    ends = graph.operand_ptr[node : last + 1]
+    read, last_read = int(ends[0]), int(ends[-1])
+    references = graph.operand[read:last_read], graph.outputs[output:last_output]
+    if i:
+        result, first_input = graph.value_ptr[node], graph.input_ptr[i]
+        references = tuple([x - np.where(x >= 0, result, -first_input) for x in references])
+    sizes = np.array([last - node, *map(len, references), len(words)])
+    parts = graph.node_type[node:last], ends[:-1] - read, *references, words, sizes
+    return b"".join([x.astype(np.int32).tobytes() for x in parts])
+
+
+def _bytes_of(_: Hashable, structure: Structure) -> int:
+    """Of what is kept for a structure; a graph is kept as a whole, but mostly with others."""
+    return len(structure.written) + int(structure.record.whole.nbytes_each)
 
 
 def counted(graph: Graph, counts: np.ndarray) -> Graph:

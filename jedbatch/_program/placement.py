@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.inputs import types_in_order
+from jedbatch._graph.inputs import types_in_order, whole_numbers
 from jedbatch._graph.paths import ranges
-from jedbatch._graph.types import LENGTH
 from jedbatch._jaxpr.storage import Kind, kinds_of, row_bytes, stored
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
@@ -204,13 +203,7 @@ class Placement:
     @functools.cached_property
     def _numbers(self) -> np.ndarray:
         """int64[I], the inputs that are whole numbers of their own; the others are 0."""
-        numbers = np.zeros(self.graph.num_inputs, np.int64)
-        first = 0
-        for chunk in self.graph.inputs:
-            if chunk.type == LENGTH and chunk.rows is not None and chunk.leaf is None:
-                numbers[first : first + len(chunk)] = chunk.rows
-            first += len(chunk)
-        return numbers
+        return whole_numbers(self.graph.inputs, self.graph.num_inputs)
 
     @functools.cached_property
     def widths(self) -> Int64[np.ndarray, "K+1 W"]:

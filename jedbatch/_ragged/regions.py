@@ -133,15 +133,15 @@ class RaggedRecord(Record):
     places: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
-    def form(self) -> Hashable:
-        """Equal for instances whose graphs differ in the values of their inputs alone.
+    def told_apart_by(self) -> tuple[Hashable, ...]:
+        """What instances are told apart by, besides their graphs, that are planned in one way.
 
         Those call the same regions, and read the same results of them.
         """
         leaves = [chunk.leaf for chunk in self.whole.chunks[self.index]]
         results = tuple([None if k is None else max(-1, k - self.num_arrays) for k in leaves])
         regions = tuple([call.region.id for call in self.calls])
-        return super().form, results, regions, self.places, self.ragged
+        return *super().told_apart_by, results, regions, self.places, self.ragged
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,37 +19,34 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers, ranges
 from jedbatch._graph.record import Record
-from jedbatch._graph.structures import Structure, counted, weight_of
-from jedbatch._jaxpr.identity import Same
+from jedbatch._graph.structures import MIN_COPIES, Structure, counted, weight_of
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._layout.node_order import ORDERS
-from jedbatch._program.host_arrays import assemble
 from jedbatch._program.lower import Lowered, lower, narrowed, result_rows, space_begins, value_rows
+from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
-from jedbatch._program.plan import Host, Plan, Static
+from jedbatch._program.plan import Plan
 from jedbatch._program.signature import Signature
-from jedbatch._program.verify import is_wanted
+from jedbatch._ragged.regions import some_are_ragged
 from jedbatch._schedule.components import BY_RANK
-from jedbatch._schedule.policy import Policy, schedule_copies, version_of
+from jedbatch._schedule.policy import schedule_copies
 from jedbatch._schedule.schedule import Schedule, schedule_of
-from jedbatch._session.indices import check_rows, may_be_absent
-from jedbatch._session.minibatch import Minibatch, graph_of
+from jedbatch._session.minibatch import Flags, Minibatch, graph_of
 from jedbatch._session.outputs import Returned
+from jedbatch._session.pipeline import Arranged, with_inputs
 from jedbatch._session.session import Session
-from jedbatch._session.verify import verify
 from jedbatch._support.native import core
 
-MIN_COPIES = 4  # instances to a structure, in the mean: to find copies takes time, too
+ANY_COUNTS = b""  # of copies, in a `PlanKey`
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,21 +64,16 @@ class Copies:
     counts: np.ndarray
 
     @staticmethod
-    def of(session: Session, records: Sequence[Record]) -> Copies | None:
+    def of(minibatch: Minibatch) -> Copies | None:
         """Returns the instances by structure; None if few of them have the same."""
-        most = len(records) // MIN_COPIES
-        structures = session.structures.of(records, most)
-        if structures is None or len(found := dict.fromkeys(structures)) > most:
+        structures, found = minibatch.structures, dict.fromkeys(minibatch.structures)
+        are_few = 0 < len(found) * MIN_COPIES <= len(structures)
+        if not are_few or some_are_ragged(minibatch.records):
             return None
-        distinct = tuple(sorted(found, key=lambda s: s.order))
+        distinct = tuple(sorted(found, key=lambda s: s.written))
         number = {structure: d for d, structure in enumerate(distinct)}
         which = np.array([number[s] for s in structures], np.int64)
         return Copies(distinct, which, np.bincount(which, minlength=len(distinct)))
-
-    @functools.cached_property
-    def key(self) -> tuple[Hashable, ...]:
-        """Equal for minibatches with as many instances of the same structures."""
-        return *self.distinct, self.counts.tobytes()
 
     @functools.cached_property
     def first(self) -> np.ndarray:
@@ -118,10 +110,11 @@ class Batches:
     counts: np.ndarray
 
     @staticmethod
-    def find(session: Session, copies: Copies, policy: Policy, order: str) -> Batches | None:
+    def find(minibatch: Minibatch, copies: Copies) -> Batches | None:
         """Returns the batches of a minibatch; None if the policy needs to see all instances."""
-        key = "batches", *copies.distinct, Same(policy), version_of(policy), order
-        known: Batches | None = session.arranged.use(key)
+        session = minibatch.session
+        key = minibatch.key(Flags(), copies.distinct, ANY_COUNTS)
+        known: Batches | None = session.planned(key)
         if known is None:
             graph = counted(graph_of([s.record for s in copies.distinct]), copies.counts)
         elif np.array_equal(known.counts, copies.counts):
@@ -129,12 +122,17 @@ class Batches:
         else:
             graph = counted(known.graph, copies.counts)
         same = known.schedule if known is not None and known.is_by_rank else None
-        batches = same or schedule_copies(graph, policy, len(copies.which))
+        batches = same or schedule_copies(graph, minibatch.policy, len(copies.which))
         if batches is None:
             return None
-        found = Batches(graph, batches, ORDERS[order](graph, batches), copies.counts)
-        session.arranged[key] = found
+        node = ORDERS[session.options.layout](graph, batches)
+        found = session.arranged[key] = Batches(graph, batches, node, copies.counts)
         return found
+
+    @property
+    def programs(self) -> tuple[()]:
+        """The programs that are there for it: none yet."""
+        return ()
 
     @property
     def nbytes(self) -> int:
@@ -193,8 +191,8 @@ class LoweredCopies:
       place: int64[I], the place of each input among those of its instance in one arena.
       num_inputs: int64[D, A], inputs of an instance of each structure.
       returned: of each arena, which outputs of the instances it returns, one after the other.
-      static: of the plan; None, and nothing is `returned`, if results are not stacked, so that
-        their form depends on the order of instances.
+      form: how these become results; None, and nothing is `returned`, if results are not stacked,
+        so that their form depends on the order of instances.
     """
 
     batches: Batches
@@ -205,7 +203,12 @@ class LoweredCopies:
     place: np.ndarray
     num_inputs: np.ndarray
     returned: dict[Kind, np.ndarray]
-    static: Static | None
+    form: OutputSpec | None
+
+    @property
+    def programs(self) -> list[tuple[Signature, Placement]]:
+        """The programs that run it, and for what each."""
+        return [(self.signature, self.placed)]
 
     @property
     def nbytes(self) -> int:
@@ -264,7 +267,7 @@ class LoweredCopies:
             placed.input_row - first[which],
             num_inputs,
             {kind: np.array(x, np.int64) for kind, x in rows.items()} if stacked else {},
-            programs.static(signature, None, form, False, ()) if stacked else None,
+            form if stacked else None,
         )
 
     def table(self, copies: Copies, returned: Returned | None) -> np.ndarray:
@@ -334,35 +337,13 @@ def head_of(placed: Placement, signature: Signature) -> np.ndarray | None:
     return table
 
 
-class BatchedCopies(NamedTuple):
-    """The instances of a minibatch by structure, their batches, and the time of each stage."""
-
-    copies: Copies
-    batches: Batches
-    seconds: dict[str, float]
-
-
-def find_batches(minibatch: Minibatch) -> BatchedCopies | None:
-    """Returns the instances of a minibatch by structure, and their batches.
-
-    None if few have the same structure, or if the policy has to see all of them.
-    """
-    session = minibatch.session
-    clock = [time.perf_counter()]
-    copies = Copies.of(session, minibatch.records)
-    clock.append(time.perf_counter())
-    if copies is None:
-        return None
-    batches = Batches.find(session, copies, minibatch.policy, session.options.layout)
-    if batches is None:
-        return None
-    merge, scheduled = clock[1] - clock[0], time.perf_counter() - clock[1]
-    took = {**minibatch.seconds, "merge": merge, "schedule": scheduled}
-    return BatchedCopies(copies, batches, took)
-
-
 def plan_copies(
-    minibatch: Minibatch, given: BatchedCopies, results: Callable[..., Returned], *, stacked: bool
+    minibatch: Minibatch,
+    copies: Copies,
+    batches: Batches,
+    clock: Sequence[float],
+    results: Callable[..., Returned],
+    flags: Flags,
 ) -> Plan | None:
     """Plans a minibatch for inference from its distinct structures; None if that cannot be done.
 
@@ -371,63 +352,38 @@ def plan_copies(
 
     Args:
       minibatch: the instances.
-      given: these by structure, and their batches.
+      copies: these by structure.
+      batches: of them.
+      clock: when it was begun to find copies, to schedule them, and when that was done.
       results: what `form_of_results` does, for these records.
-      stacked: whether results are.
+      flags: what the plan is for.
     """
-    session, records, policy = minibatch.session, minibatch.records, minibatch.policy
-    copies, batches, seconds = given
-    programs = session.programs
+    session, records = minibatch.session, minibatch.records
     if core() is None:
         return None
-    clock = [time.perf_counter()]
-    key = "tables", *copies.key, Same(policy), version_of(policy), stacked
-    found: LoweredCopies | None = session.arranged.use(key)
-    if found is not None and not programs.use_again(found.signature, found.placed):
-        found = None
+    key = minibatch.key(flags, copies.distinct, copies.counts.tobytes())
+    found: LoweredCopies | None = session.planned(key)
     returned = None
-    if found is None or found.static is None:
+    if found is None or found.form is None:
         num_outputs = int(np.diff(batches.graph.output_ptr) @ copies.counts)
-        returned = results(records, np.arange(num_outputs), (), stacked=stacked)
+        returned = results(records, np.arange(num_outputs), (), stacked=flags.stacked)
     if found is None:
         assert returned is not None
         found = LoweredCopies.find(session, copies, batches, returned)
         if found is None:
             return None
         session.arranged[key] = found
-        programs.note_used(found.signature, found.placed.kernels)
+        session.programs.note_used(found.signature, found.placed.kernels)
     session.note_types()
-    clock.append(time.perf_counter())
-    static = found.static
-    if static is None:
+    clock = [*clock, time.perf_counter()]
+    form = found.form
+    if form is None:
         assert returned is not None
-        static = programs.static(found.signature, None, returned[1], False, ())
+        form = returned[1]
     table = found.table(copies, returned)
-    inputs = assemble(found.signature.input_rooms, records, minibatch.arrays)
-    clock.append(time.perf_counter())
     made = functools.partial(_made, session, records, copies, found, returned)
-    times = dict(zip(("layout", "lower"), np.diff(clock).tolist(), strict=True))
-    plan = Plan(
-        static,
-        table,
-        None,
-        inputs,
-        host=Host(
-            made,
-            {**seconds, **times},
-            minibatch.num_known,
-            apart=session.records.lengths.shown,
-            assumed=session.records.shown,
-            outline=found.placed,
-        ),
-    )
-    if may_be_absent(session.registry, found.placed.type_ids, inputs):
-        assert plan.graph is not None
-        assert plan.host is not None
-        check_rows(session.registry, plan.graph, plan.host.placed, inputs)
-    if is_wanted():
-        verify(plan)
-    return plan
+    arranged = Arranged(records, form, found.signature, found.placed, table, made, {})
+    return with_inputs(minibatch, arranged, clock, keeps=False)
 
 
 def _made(
@@ -441,7 +397,7 @@ def _made(
     graph = graph_of(records)
     schedule, node = found.batches.expanded(copies, graph)
     which: Mapping[Kind, Sequence[int] | np.ndarray] = found.returned
-    if found.static is None:
+    if found.form is None:
         assert returned is not None
         which = returned[0]
     placed = session.programs.place(

@@ -30,7 +30,7 @@ from jedbatch._record.identity.environment import Environment
 from jedbatch._record.operations.inlining import without_jit
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.arguments import Arguments, TypesOfLeaves
-from jedbatch._session.copies import find_batches, plan_copies
+from jedbatch._session.copies import Batches, Copies, plan_copies
 from jedbatch._session.minibatch import Flags, Minibatch, graph_of
 from jedbatch._session.options import Options
 from jedbatch._session.outputs import InstanceOutput, Returned, form_of_results
@@ -235,25 +235,28 @@ class Core:
         session, for_values = minibatch.session, not (flags.gradient or flags.keeps)
         if session.projections and isinstance(minibatch.policy, Adaptive) and for_values:
             minibatch = minibatch._replace(records=session.projections.cut(minibatch.records))
-        again = plan_again(minibatch, flags)
+        minibatch = minibatch.to_be_found()
+        again = plan_again(minibatch, flags, start)
         if again is not None:
             return again
-        found = None if minibatch.tracers else find_batches(minibatch)
-        if found is not None and for_values:
-            plan = plan_copies(minibatch, found, self.results, stacked=flags.stacked)
+        copies, clock = Copies.of(minibatch), [start, time.perf_counter()]
+        batches = copies and Batches.find(minibatch, copies)
+        if copies and batches and for_values:
+            clock.append(time.perf_counter())
+            plan = plan_copies(minibatch, copies, batches, clock, self.results, flags)
             if plan is not None:
                 return plan
         records = minibatch.records
         graph, calls = graph_of(records), find_calls(records, minibatch.arrays)
         slices = find_slices(calls, records)
-        seconds = {**minibatch.seconds, "merge": time.perf_counter() - start}
         return make_plan(
-            minibatch._replace(seconds=seconds),
+            minibatch,
             graph,
             self.results(records, graph.outputs, slices, stacked=flags.stacked),
             flags,
             calls=calls,
-            batches=found and found.batches.expanded(found.copies, graph),
+            batches=batches.expanded(copies, graph) if copies and batches else None,
+            begun=start,
         )
 
     def results(

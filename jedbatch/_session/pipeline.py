@@ -9,7 +9,8 @@ results are made of.
 import functools
 import operator
 import time
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +18,9 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import any_traced
 from jedbatch._jaxpr.derivatives import reverse_mode_only
-from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.transfers import handed_over
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import Assembly, assemble
@@ -32,6 +31,7 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Host, Plan, Static, input_name
 from jedbatch._program.pullback import Pullback, refuse_derivative
 from jedbatch._program.returned import told_apart
+from jedbatch._program.signature import Signature
 from jedbatch._program.stopped import check_plan, has_bounds
 from jedbatch._program.verify import is_wanted
 from jedbatch._ragged.calls import (
@@ -42,80 +42,84 @@ from jedbatch._ragged.calls import (
     make_ragged_calls,
     returns_ragged,
 )
-from jedbatch._ragged.regions import RaggedRecord, Region, some_are_ragged
+from jedbatch._ragged.regions import Region, some_are_ragged
 from jedbatch._ragged.tiled_records import counter_of_tiles
 from jedbatch._record.instances.arrays import is_array
-from jedbatch._schedule.policy import Policy, schedule, version_of
+from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.degenerate import warn_if_degenerate, warn_if_programs_grow
-from jedbatch._session.indices import check_rows
-from jedbatch._session.minibatch import Flags, Minibatch
+from jedbatch._session.indices import check_rows, may_be_absent
+from jedbatch._session.minibatch import Flags, Minibatch, graph_of
 from jedbatch._session.outputs import Returned
 from jedbatch._session.program_cache import ProgramCache
 from jedbatch._session.session import Session
 from jedbatch._session.verify import verify
 from jedbatch._support.types import Leaf
 
-FEW_INSTANCES = 4  # in a minibatch
-STAGES = ("schedule", "layout", "lower")
+STAGES = ("merge", "schedule", "layout", "lower")
 
 
 class Arranged(NamedTuple):
     """A minibatch in order: all of its plan but the values of its inputs.
 
     Attributes:
-      graph: what to compute.
+      records: of the instances.
       form: how values that arenas return become results.
-      lowered: the graph, scheduled and laid out, for a program.
-      reverse, reverse_table: of the program that pulls cotangents back; None if there is none.
+      signature: of the program.
+      placed: what has the kernels, batches and lanes of the minibatch.
+      table: what the program reads.
+      made: the minibatch as the program runs it, or what makes it when somebody looks at it.
       targets: where the graph reads results of regions (see `find_targets`).
-      assembly: of inputs; None as long as such a minibatch has come once.
+      reverse, reverse_table: of the program that pulls cotangents back; None if there is none.
+      assembly: of inputs; None as long as these instances have come once.
     """
 
-    graph: Graph
+    records: Sequence[Record]
     form: OutputSpec
-    lowered: Lowered
-    reverse: ReverseSignature | None
-    reverse_table: np.ndarray | None
+    signature: Signature
+    placed: Placement
+    table: np.ndarray
+    made: Lowered | Callable[[], Lowered]
     targets: Targets
+    reverse: ReverseSignature | None = None
+    reverse_table: np.ndarray | None = None
     assembly: Assembly | None = None
+
+    @staticmethod
+    def of(
+        records: Sequence[Record],
+        form: OutputSpec,
+        lowered: Lowered,
+        reverse: tuple[ReverseSignature | None, np.ndarray | None] = (None, None),
+    ) -> "Arranged":
+        """Returns a minibatch that is lowered."""
+        parts = lowered.signature, lowered.placed, lowered.table, lowered
+        return Arranged(records, form, *parts, find_targets(records, lowered.placed), *reverse)
+
+    @property
+    def programs(self) -> list[tuple[Signature, Placement]]:
+        """The programs that run it, and for what each."""
+        return [(self.signature, self.placed)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays, about."""
-        parts = [self.lowered.table, self.reverse_table, self.assembly]
-        return 4 * self.graph.nbytes + sum(x.nbytes for x in parts if x is not None)
+        parts = [self.table, self.reverse_table, self.assembly]
+        return 4 * self.placed.graph.nbytes + sum(x.nbytes for x in parts if x is not None)
 
-    def again(self, records: Sequence[Record]) -> "Arranged | None":
-        """Returns the same for instances whose inputs have other values.
-
-        None if other elements of lists exist, since lengths of lists are values of inputs.
-        """
-        moved = self._with_inputs([x for r in records for x in r.whole.chunks[r.index]])
-        own, others = self.lowered.placed.exist, moved.lowered.placed.exist
-        return moved if all(np.array_equal(own[t], others[t]) for t in own) else None
-
-    def _with_inputs(self, inputs: Sequence[InputRows]) -> "Arranged":
-        graph, placed = _copied(self.graph, inputs=tuple(inputs)), self.lowered.placed
-        for of_inputs in ("chunks", "nbytes"):
-            graph.__dict__.pop(of_inputs, None)
-        layout = _copied(placed.layout, graph=graph)
-        moved = _copied(placed, layout=layout)
-        for of_inputs in ("exist", "_numbers"):
-            moved.__dict__.pop(of_inputs, None)
-        lowered = _copied(self.lowered, placed=moved)
-        return self._replace(graph=graph, lowered=lowered)
+    def again(self, records: Sequence[Record]) -> "Arranged":
+        """Returns the same for instances of the same structures."""
+        if list(records) == list(self.records):
+            return self
+        made = functools.partial(_with_inputs_of, records, self.made)
+        return self._replace(records=records, made=made, assembly=None)
 
 
-def _copied(x: Any, **changes: Any) -> Any:
-    """Returns an object of a frozen dataclass with other attributes, and with what it has found.
-
-    `dataclasses.replace` takes ten times as long.
-    """
-    copy = object.__new__(type(x))
-    copy.__dict__.update(x.__dict__)
-    copy.__dict__.update(changes)
-    return copy
+def _with_inputs_of(records: Sequence[Record], lowered: Any) -> Lowered:
+    """Returns what was made of instances of the same structures, with the inputs of these."""
+    placed, layout = lowered.placed, lowered.placed.layout
+    graph = replace(layout.graph, inputs=graph_of(records).inputs)
+    return replace(lowered, placed=replace(placed, layout=replace(layout, graph=graph)))
 
 
 def arrange(
@@ -142,12 +146,11 @@ def arrange(
         reuse=options.reuse,
     )
     clock.append(time.perf_counter())
-    targets = find_targets(minibatch.records, placed)
     if flags.gradient:
         apart = told_apart(placed, form) or None
-        lowered, backward = programs.lower_both(placed, apart, brought)
-        return Arranged(graph, form, lowered, *backward, targets), clock
-    return Arranged(graph, form, programs.lower(placed, brought), None, None, targets), clock
+        lowered, reverse = programs.lower_both(placed, apart, brought)
+        return Arranged.of(minibatch.records, form, lowered, reverse), clock
+    return Arranged.of(minibatch.records, form, programs.lower(placed, brought)), clock
 
 
 def make_plan(
@@ -159,6 +162,7 @@ def make_plan(
     brought: Collection[Hashable] | None = None,
     calls: Sequence[RegionCalls] = (),
     batches: tuple[Schedule, np.ndarray | None] | None = None,
+    begun: float | None = None,
 ) -> Plan:
     """Plans a minibatch.
 
@@ -171,6 +175,7 @@ def make_plan(
         program may be used whatever it reads.
       calls: of regions, whose results are inputs of the graph.
       batches: the schedule, and the nodes in the order of their lanes, if that is known.
+      begun: when it was begun to make the graph, if it was.
     """
     session, records = minibatch.session, minibatch.records
     session.note_types()
@@ -179,65 +184,40 @@ def make_plan(
     untiled = session.records.regions.tiles.apart if calls else None
     warn_if_programs_grow(calls, session.registry, session.regions_in_a_row, untiled)
     arranged, clock = arrange(minibatch, graph, returned, flags, brought, batches)
-    lasts = brought is None and not minibatch.tracers
-    if lasts and not (some_are_ragged(records) and any(map(returns_ragged, records))):
-        key, _ = minibatch_key(minibatch, flags)
-        session.arranged[key] = arranged
-    seconds = minibatch.seconds
-    return with_inputs(minibatch, arranged, clock, seconds, keeps=flags.keeps, calls=calls)
+    if minibatch.structures and not (
+        some_are_ragged(records) and any(map(returns_ragged, records))
+    ):
+        session.arranged[minibatch.key(flags)] = arranged
+    clock = [clock[0] if begun is None else begun, *clock]
+    return with_inputs(minibatch, arranged, clock, keeps=flags.keeps, calls=calls)
 
 
-def plan_again(minibatch: Minibatch, flags: Flags) -> Plan | None:
-    """Returns a plan for instances that were planned together before, in this order, or None.
+def plan_again(minibatch: Minibatch, flags: Flags, begun: float) -> Plan | None:
+    """Returns a plan of instances whose structures were planned together, in this order, or None.
 
-    Of a few, or of such with ragged arrays, it is enough that others with graphs of the same form
-    were. All but the values of their inputs, and the lengths of arrays, is as it was then.
+    All but the values of their inputs, and the lengths of arrays, is as it was then.
     """
     session, records = minibatch.session, minibatch.records
-    key, by_form = minibatch_key(minibatch, flags)
-    if minibatch.tracers or (minibatch.num_known < len(records) and not by_form):
+    if not minibatch.structures:
         return None
-    arranged = session.arranged.use(key)
-    if arranged is None or not session.programs.use_again(
-        arranged.lowered.signature, arranged.lowered.placed
-    ):
+    key = minibatch.key(flags)
+    known: Arranged | None = session.planned(key)
+    if known is None:
         return None
-    if by_form:
-        arranged = arranged.again(records)
-        if arranged is None:
-            return None
-    elif arranged.assembly is None:
-        assembly = Assembly(arranged.lowered.signature.input_rooms, records)
-        session.arranged[key] = arranged = arranged._replace(assembly=assembly)
+    arranged = known.again(records)
+    if arranged is known and known.assembly is None and not some_are_ragged(records):
+        assembly = Assembly(known.signature.input_rooms, records)
+        session.arranged[key] = arranged = known._replace(assembly=assembly)
     session.note_types()
-    start = time.perf_counter()
     calls = find_calls(records, minibatch.arrays)
-    clock = [time.perf_counter()] * len(STAGES)
-    seconds = {**minibatch.seconds, "merge": clock[0] - start}
-    return with_inputs(minibatch, arranged, clock, seconds, keeps=flags.keeps, calls=calls)
-
-
-def minibatch_key(minibatch: Minibatch, flags: Flags) -> tuple[Hashable, bool]:
-    """(what decides how instances are planned together, whether others of their forms are so, too).
-
-    They are if these are few: to compare forms takes time in proportion to the nodes, and among
-    many instances one will differ.
-    """
-    records, policy = minibatch.records, minibatch.policy
-    parts: Sequence[Hashable] = records
-    if len(records) <= FEW_INSTANCES and all(type(r) is Record for r in records):
-        parts = [r.form for r in records]
-    elif some_are_ragged(records):
-        short_form = minibatch.session.structures.short_form
-        parts = [short_form(r) if type(r) is RaggedRecord else r for r in records]
-    return (*parts, Same(policy), version_of(policy), *flags), parts is not records
+    clock = [begun, *[time.perf_counter()] * (len(STAGES) - 1)]
+    return with_inputs(minibatch, arranged, clock, keeps=flags.keeps, calls=calls)
 
 
 def with_inputs(
     minibatch: Minibatch,
     arranged: Arranged,
     clock: list[float],
-    seconds: Mapping[str, float],
     *,
     keeps: bool,
     calls: Sequence[RegionCalls] = (),
@@ -245,37 +225,33 @@ def with_inputs(
 ) -> Plan:
     """Returns the plan of a minibatch in order.
 
-    `clock` says when each stage was done, `seconds` how long those before took, and `numbers` those
-    of the instances, for messages.
+    `clock` says when each stage began, and `numbers` those of the instances, for messages.
     """
     session, records, arrays = minibatch.session, minibatch.records, minibatch.arrays
-    graph, form, lowered, reverse, reverse_table, targets, assembly = arranged
-    placed = lowered.placed
-    programs, signature = session.programs, lowered.signature
-    if assembly is None:
+    programs, signature = session.programs, arranged.signature
+    if arranged.assembly is None:
         inputs = assemble(signature.input_rooms, records, arrays, numbers)
     else:
-        inputs = assembly.rows(arrays, numbers)
-    check_rows(session.registry, graph, placed, inputs, numbers)
+        inputs = arranged.assembly.rows(arrays, numbers)
     ragged_calls = None
     if calls:
         stages = [programs.stage(calls_of_region, keeps) for calls_of_region in calls]
-        ragged_calls = make_ragged_calls(stages, calls, arrays, targets, signature)
+        ragged_calls = make_ragged_calls(stages, calls, arrays, arranged.targets, signature)
         inputs |= ragged_calls.operands
     ends = [*clock[1:], time.perf_counter()]
     took = dict(zip(STAGES, map(operator.sub, ends, clock), strict=True))
     used = ragged_calls.stages if ragged_calls else ()
     lengths, regions = session.records.lengths, session.records.regions
-    is_known = minibatch.num_known == graph.num_instances
+    is_known = minibatch.num_known == len(records)
     plan = Plan(
-        programs.static(signature, reverse, form, keeps, used),
-        lowered.table,
-        reverse_table,
+        programs.static(signature, arranged.reverse, arranged.form, keeps, used),
+        arranged.table,
+        arranged.reverse_table,
         inputs,
         (ragged_calls.tables, ragged_calls.targets) if ragged_calls else (),
         host=Host(
-            lowered,
-            {**seconds, **took},
+            arranged.made,
+            {**minibatch.seconds, **took},
             minibatch.num_known,
             minibatch.tracers,
             ragged_calls,
@@ -283,10 +259,14 @@ def with_inputs(
             session.records.shown,
             counter_of_tiles(records, arrays),
             regions.tiles.apart if calls else None,
+            outline=arranged.placed,
             numbers=numbers,
             slow_calls=0 if is_known else session.registry.slow_calls.total(),
         ),
     )
+    if may_be_absent(session.registry, arranged.placed.type_ids, inputs):
+        assert plan.host is not None
+        check_rows(session.registry, plan.host.placed.graph, plan.host.placed, inputs, numbers)
     if is_wanted():
         verify(plan)
     return plan

@@ -4,7 +4,7 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from jax.core import ShapedArray
 from jax.tree_util import PyTreeDef
@@ -58,7 +58,7 @@ class Session:
         before had.
       lengths_in_a_row: calls that decided on values, up to the last, each of which had types for
         arrays of lengths that none before had.
-      arranged: minibatches that were planned, by their records and what their schedule depends on.
+      arranged: minibatches that were planned, by their `PlanKey`.
       structures: of the instances that were planned.
       mapped: programs for rows of arrays, by the record of an instance and where its arrays are.
       mapped_again: these, by what decides the record (see `mapped_key`).
@@ -141,6 +141,11 @@ class Session:
     def is_full(self) -> bool:
         """Returns whether so much has been met that it is better to begin again."""
         return self.registry.size > MANY_ENTRIES
+
+    def planned(self, key: Hashable) -> Any:
+        """Returns what was planned before by a key, whose programs are used again; or None."""
+        found, use_again = self.arranged.use(key), self.programs.use_again
+        return found if found is not None and all(use_again(*x) for x in found.programs) else None
 
     def mapped_key(self, number: int, instances: StackedInstances) -> Hashable | None:
         """Returns what decides the record of instances that are rows; None if that is not known.

@@ -51,7 +51,6 @@ from jedbatch._session.outputs import Returned
 from jedbatch._session.pipeline import (
     STAGES,
     Arranged,
-    minibatch_key,
     permit_derivative,
     programs_of,
     with_inputs,
@@ -78,11 +77,10 @@ class ArrangedShards(NamedTuple):
     form: OutputSpec
     routes: tuple[Route, ...]
 
-    def again(self, records: Sequence[Record]) -> "ArrangedShards | None":
-        """Returns the same for other instances of these forms; None if lists differ in length."""
-        pairs = zip(self.shards, self.members, strict=True)
-        shards = [x for a, own in pairs if (x := a.again([records[i] for i in own.tolist()]))]
-        return self._replace(shards=shards) if len(shards) == len(self.shards) else None
+    @property
+    def programs(self) -> list[tuple[Signature, Placement]]:
+        """The program of all shards, and for what each runs it."""
+        return [x for shard in self.shards for x in shard.programs]
 
     @property
     def nbytes(self) -> int:
@@ -347,10 +345,11 @@ def arrange_shards(
     lowered, reverse, tables = lower_together(cut.placed, leaves)
     form, routes = find_routes(lowered[0].signature, cut, minibatch.records, form_of, devices)
     seconds = (time.perf_counter() - start) / num_shards
-    shards = [
-        Arranged(own.placed.graph, own_form, own, reverse, tables[s] if reverse else None, {})
-        for s, (own, own_form) in enumerate(zip(lowered, cut.forms, strict=True))
-    ]
+    shards = []
+    for s, (own, members) in enumerate(zip(lowered, cut.members, strict=True)):
+        records = minibatch.part(members.tolist()).records
+        backwards = reverse, tables[s] if reverse else None
+        shards.append(Arranged.of(records, cut.forms[s], own, backwards))
     return ArrangedShards(cut.members, shards, form, routes), [[*x, seconds] for x in cut.took]
 
 
@@ -392,23 +391,16 @@ def plan_shards(
       devices: over which the minibatch is cut.
       gradient: whether to plan the reverse too.
     """
-    session, records = minibatch.session, minibatch.records
+    session, flags = minibatch.session, Flags(gradient, gradient, shards=devices.size)
     session.note_types()
-    programs, reuse = session.programs, session.options.reuse
-    flags = Flags(gradient, gradient)
-    key, by_form = minibatch_key(minibatch, flags)
-    is_known = minibatch.num_known == len(records)
-    found = session.arranged.use((key, devices.size)) if is_known else None
-    if found is not None and by_form:
-        found = found.again(records)
-    took = [[0.0] * (1 + len(STAGES))] * devices.size
-    if found is None or not all(
-        programs.use_again(x.lowered.signature, x.lowered.placed) for x in found.shards
-    ):
+    minibatch = minibatch.to_be_found()
+    found: ArrangedShards | None = session.planned(minibatch.key(flags))
+    took = [[0.0] * len(STAGES)] * devices.size
+    if found is None:
+        reuse = session.options.reuse
         cut = place_shards(minibatch, form_of, devices.size, keeps=gradient, reuse=reuse)
         found, took = arrange_shards(minibatch, cut, form_of, devices, gradient=gradient)
-        key, _ = minibatch_key(minibatch, flags)  # the policy may have learned
-        session.arranged[key, devices.size] = found
+        session.arranged[minibatch.key(flags)] = found  # the policy may have learned
     return filled(minibatch, found, took, devices, gradient=gradient)
 
 
@@ -427,13 +419,13 @@ def filled(
     shards: list[Plan] = []
     for own, arranged, times in zip(found.members, found.shards, took, strict=True):
         now = time.perf_counter()
-        clock = [now - sum(times[1:]), now - sum(times[2:]), now - times[3]]
+        clock = [now - sum(times[k:]) for k in range(len(STAGES))]
         numbers = own.tolist()
         num_known = round(minibatch.num_known * len(own) / len(minibatch.records))
-        part = minibatch.part(numbers)._replace(num_known=num_known)
-        seconds = {**(NO_SECONDS if shards else minibatch.seconds), "merge": times[0]}
-        plan = with_inputs(part, arranged, clock, seconds, keeps=gradient, numbers=numbers)
-        shards.append(plan)
+        seconds = NO_SECONDS if shards else minibatch.seconds
+        part = minibatch.part(numbers)._replace(num_known=num_known, seconds=seconds)
+        again = arranged.again(part.records)
+        shards.append(with_inputs(part, again, clock, keeps=gradient, numbers=numbers))
     return together(shards, found, devices)
 
 

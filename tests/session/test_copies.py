@@ -9,9 +9,8 @@ from cases.compiled_core import assert_equal, both, columns, compiled
 from jax import lax
 
 import jedbatch
-from jedbatch._graph import structures
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.structures import DIGESTS, Structures, compute_the_same, counted
+from jedbatch._graph.structures import Structures, counted, written_out
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.heuristics import FALLBACKS, depth
 from jedbatch._schedule.policy import schedule, schedule_copies
@@ -206,50 +205,58 @@ def test_plans_are_equal_in_python(monkeypatch, name):
     assert_equal(*both(monkeypatch, plans))
 
 
+def alone(record):
+    """The graph of an instance, apart from the values of its inputs."""
+    graph = Graph.select([(record.whole, record.index)])
+    arrays = graph.node_type, graph.operand_ptr, graph.operand, graph.outputs
+    return [x.tolist() for x in arrays], [(x.type, len(x)) for x in graph.inputs]
+
+
 @pytest.mark.parametrize("native", ["0", "1"])
 def test_instances_have_one_structure_if_their_graphs_do(monkeypatch, native):
-    """By what is written out of a graph."""
+    """Recorded alone or together."""
     monkeypatch.setenv("JEDBATCH_NATIVE", native)
-    instances, params, score, _ = mixture("treelstm", 4, size=30, shapes=12)
+    instances, params, score, _ = mixture("treelstm", 4, size=30, shapes=9)
     batched = jedbatch.batch(score)
     session = batched._core.session((params,))[0]
     records = [batched._core.record(session, [(x,)]).records[0] for x in instances[:10]]
     records += batched._core.record(session, [(x,) for x in instances]).records
-    found = Structures(100, Budget()).of(records, len(records))
-    for a, own in zip(records, found, strict=True):
-        for b, other in zip(records, found, strict=True):
-            assert (own is other) == (a.form == b.form) == compute_the_same(a, b)
+    own = Structures(100, Budget())
+    for a, b in zip(records[:5], own.of(records[:1]) + own.of(records[1:5]), strict=True):
+        assert alone(a) == alone(b.record)
+    found = own.of(records)
+    for a, of_a in zip(records, found, strict=True):
+        for b, of_b in zip(records, found, strict=True):
+            assert (of_a is of_b) == (alone(a) == alone(b))
 
 
-def renumbered(tree, rng):
-    """A tree of the same shape with other numbers."""
-    return (
-        int(rng.integers(5)) if isinstance(tree, int) else tuple(renumbered(x, rng) for x in tree)
-    )
-
-
-@pytest.mark.parametrize("native", ["0", "1"])
-def test_instances_recorded_together_are_compared_with_the_first_like_each(monkeypatch, native):
-    """Found by what is written out of a graph; only the first ones are, with those met before."""
-    monkeypatch.setenv("JEDBATCH_NATIVE", native)
-    instances, params, score, _ = mixture("treelstm", 5, size=20, shapes=3)
-    rng = np.random.default_rng(5)
+def test_structures_are_looked_for_where_there_are_few():
+    instances, params, score, _ = mixture("treelstm", 5, size=20, shapes=20)
     batched = jedbatch.batch(score)
     session = batched._core.session((params,))[0]
-    compared = []
-    monkeypatch.setattr(
-        structures, "compute_the_same", lambda *two: compared.append(two) or compute_the_same(*two)
-    )
+    records = batched._core.record(session, [(x,) for x in instances]).records
     own = Structures(100, Budget())
-    for _ in range(2):
-        records = batched._core.record(session, [(renumbered(x, rng),) for x in instances]).records
-        found = own.of(records, len(records))
-        forms = [r.form for r in records]
-        firsts = [forms.index(form) for form in forms]
-        assert len(set(firsts)) == 3
-        assert [first for _, first in records[0].whole.__dict__[DIGESTS]] == firsts
-        assert [found[first] for first in firsts] == found
-    assert len(compared) == 3
+    each = dict(zip(records, own.of(records), strict=True))
+    assert len(set(each.values())) == len(each) > 5
+    few = dict(zip(records, own.of(records[:4]), strict=False))
+    assert all(x.record is not None and x is not each[record] for record, x in few.items())
+    assert own.of(records) == [(each | few)[record] for record in records]
+    assert all(x.record is not None for x in own.of(records[4:8] * 4))
+
+
+@compiled
+@pytest.mark.parametrize("seed", range(4))
+def test_structures_are_written_alike(monkeypatch, seed):
+    """By the compiled core, and in Python."""
+    rng = np.random.default_rng(seed)
+    graph = Graph.concatenate([random_graph(rng, int(rng.integers(1, 9)), 2) for _ in range(40)])
+    ptr = np.arange(0, 123, 3)
+    words = rng.integers(2, size=120).astype(np.int32)
+    for which in (np.arange(40), rng.permutation(40)[:7]):
+        found = both(monkeypatch, lambda which=which: written_out(graph, which, ptr, words, 40))
+        assert found[0] == found[1]
+        few = both(monkeypatch, lambda which=which: written_out(graph, which, ptr, words, 2))
+        assert few == (None, None)
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
@@ -259,7 +266,7 @@ def test_instances_with_results_of_other_structures_have_another_one(monkeypatch
     batched = jedbatch.batch(lambda x: {x[0]: double(x[1])}, in_axes=0, out_axes=None)
     instances = [(name, float(n)) for n, name in enumerate("ababbaab")]
     records = batched._core.record(batched._core.session(())[0], [(x,) for x in instances]).records
-    found = Structures(100, Budget()).of(records, len(records))
+    found = Structures(100, Budget()).of(records)
     for (name, _), own in zip(instances, found, strict=True):
         for (other_name, _), other in zip(instances, found, strict=True):
             assert (own is other) == (name == other_name)

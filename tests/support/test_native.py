@@ -448,17 +448,14 @@ def test_arrays_that_do_not_fit_are_refused():
         "an operand of a lane": lambda: core.operand_rows(
             1, (i32(0), i64(0, 1), i32(4), zeros(2), i32(0))
         ),
-        "an instance": lambda: core.digest_instances(
-            (*columns, i64(0, 3, *bounds[2:10]), i64(0, 0), zeros(0), zeros(2), zeros(1))
+        "an instance": lambda: core.write_structures(
+            1, (*columns, i64(0, 3, *bounds[2:10]), i64(0, 0), i32(), i64(0))
         ),
-        "words of an instance": lambda: core.digest_instances(
-            (*columns, bounds[:10], i64(0, 2), zeros(1), zeros(2), zeros(1))
+        "words of an instance": lambda: core.write_structures(
+            1, (*columns, bounds[:10], i64(0, 2), i32(0), i64(0))
         ),
-        "digests of instances": lambda: core.digest_instances(
-            (*columns, bounds[:10], i64(0, 0), zeros(0), zeros(1), zeros(1))
-        ),
-        "another instance": lambda: core.same_instance(
-            (*columns, bounds[:10]), (*columns, i64(0, 2, 0, 9, *bounds[4:10]))
+        "another instance": lambda: core.write_structures(
+            1, (*columns, bounds[:10], i64(0, 0), i32(), i64(1))
         ),
         "a copy": lambda: core.write_copies(*copies(first=1)),
         "a lane of a copy": lambda: core.write_copies(*copies(lane=1)),

@@ -1,4 +1,4 @@
-/* Instances of one structure: found by digests, compared, and lowered together. The twin of
+/* Instances of one structure: written out of their graphs, and lowered together. The twin of
  * `_graph/structures.py` and of parts of `_session/copies.py`, which say what is computed.
  */
 
@@ -44,169 +44,84 @@ lies_in(const Columns *x, const int64_t *bound)
 }
 
 /* A reference counted from the first result, or the first input, of the instance. */
-static int64_t
+static int32_t
 from_zero(const int64_t *bound, int32_t reference)
 {
-    return reference >= 0 ? reference - bound[2 * RESULTS] : reference + bound[2 * INPUTS];
+    return (int32_t)(reference + (reference >= 0 ? -bound[2 * RESULTS] : bound[2 * INPUTS]));
 }
 
-typedef struct {
-    uint64_t a, b;
-} Digest;
-
-static inline void
-stir(Digest *x, int64_t word)
+/* The graph of an instance and its words, `count` of them, as bytes; NULL without memory. */
+static PyObject *
+written_out(const Columns *x, const int64_t *bound, const int32_t *words, int64_t count)
 {
-    x->a = (x->a ^ (uint64_t)word) * 0x9E3779B97F4A7C15u;
-    x->a ^= x->a >> 32;
-    x->b = (x->b + (uint64_t)word) * 0xC2B2AE3D27D4EB4Fu;
-    x->b ^= x->b >> 29;
+    int64_t num_nodes = bound[2 * NODES + 1] - bound[2 * NODES];
+    int64_t num_operands = bound[2 * OPERANDS + 1] - bound[2 * OPERANDS];
+    int64_t num_outputs = bound[2 * OUTPUTS + 1] - bound[2 * OUTPUTS];
+    int64_t size = 2 * num_nodes + num_operands + num_outputs + count + 4;
+    PyObject *written = PyBytes_FromStringAndSize(NULL, size * (Py_ssize_t)sizeof(int32_t));
+    if (written == NULL)
+        return NULL;
+    int32_t *at = (int32_t *)PyBytes_AsString(written);
+    for (int64_t i = 0; i < num_nodes; i++)
+        *at++ = x->node_type[bound[2 * NODES] + i];
+    for (int64_t i = 0; i < num_nodes; i++)
+        *at++ = (int32_t)(x->operand_ptr[bound[2 * NODES] + i] - bound[2 * OPERANDS]);
+    for (int64_t i = 0; i < num_operands; i++)
+        *at++ = from_zero(bound, x->operand[bound[2 * OPERANDS] + i]);
+    for (int64_t i = 0; i < num_outputs; i++)
+        *at++ = from_zero(bound, x->outputs[bound[2 * OUTPUTS] + i]);
+    for (int64_t i = 0; i < count; i++)
+        *at++ = words[i];
+    const int64_t sizes[4] = {num_nodes, num_operands, num_outputs, count};
+    for (int k = 0; k < 4; k++)
+        *at++ = (int32_t)sizes[k];
+    return written;
 }
 
-static Digest
-digest(const Columns *x, const int64_t *bound)
-{
-    Digest found = {0x243F6A8885A308D3u, 0x13198A2E03707344u};
-    for (int k = 0; k < NUM_BOUNDS; k += 2)
-        stir(&found, bound[k + 1] - bound[k]);
-    for (int64_t i = bound[2 * NODES]; i < bound[2 * NODES + 1]; i++) {
-        stir(&found, x->node_type[i]);
-        stir(&found, x->operand_ptr[i + 1] - bound[2 * OPERANDS]);
-    }
-    for (int64_t i = bound[2 * OPERANDS]; i < bound[2 * OPERANDS + 1]; i++)
-        stir(&found, from_zero(bound, x->operand[i]));
-    for (int64_t i = bound[2 * OUTPUTS]; i < bound[2 * OUTPUTS + 1]; i++)
-        stir(&found, from_zero(bound, x->outputs[i]));
-    return found;
-}
-
-static int
-compute_the_same(const Columns *x, const int64_t *a, const Columns *y, const int64_t *b)
-{
-    for (int k = 0; k < NUM_BOUNDS; k += 2)
-        if (a[k + 1] - a[k] != b[k + 1] - b[k])
-            return 0;
-    int64_t num_nodes = a[1] - a[0];
-    const int64_t *p = x->operand_ptr + a[0], *q = y->operand_ptr + b[0];
-    int same = memcmp(x->node_type + a[0], y->node_type + b[0], num_nodes * sizeof(int32_t)) == 0;
-    for (int64_t i = 0; same && i <= num_nodes; i++)
-        same = p[i] - a[2 * OPERANDS] == q[i] - b[2 * OPERANDS];
-    for (int64_t i = 0; same && i < a[2 * OPERANDS + 1] - a[2 * OPERANDS]; i++)
-        same = from_zero(a, x->operand[a[2 * OPERANDS] + i]) ==
-               from_zero(b, y->operand[b[2 * OPERANDS] + i]);
-    for (int64_t i = 0; same && i < a[2 * OUTPUTS + 1] - a[2 * OUTPUTS]; i++)
-        same = from_zero(a, x->outputs[a[2 * OUTPUTS] + i]) ==
-               from_zero(b, y->outputs[b[2 * OUTPUTS] + i]);
-    return same;
-}
-
-/* What instances are told apart by: their share of a graph, and words that describe their inputs. */
-typedef struct {
-    Columns columns;
-    const int64_t *bounds, *input_ptr, *words;
-} Instances;
-
-static Digest
-digest_of(const Instances *x, Py_ssize_t i)
-{
-    Digest found = digest(&x->columns, x->bounds + i * NUM_BOUNDS);
-    for (int64_t w = x->input_ptr[i]; w < x->input_ptr[i + 1]; w++)
-        stir(&found, x->words[w]);
-    return found;
-}
-
-static int
-are_alike(const Instances *x, Py_ssize_t i, Py_ssize_t j)
-{
-    const int64_t *ptr = x->input_ptr;
-    int64_t count = ptr[i + 1] - ptr[i];
-    return ptr[j + 1] - ptr[j] == count &&
-           memcmp(x->words + ptr[i], x->words + ptr[j], count * sizeof(int64_t)) == 0 &&
-           compute_the_same(&x->columns, x->bounds + i * NUM_BOUNDS, &x->columns,
-                            x->bounds + j * NUM_BOUNDS);
-}
-
-/* Writes the first instance like each one; -1 with an error without memory. */
-static int
-find_first(const Instances *x, Py_ssize_t count, const Digest *digests, int64_t *first)
-{
-    size_t room = 2;
-    while (room < 2 * (size_t)count)
-        room *= 2;
-    int64_t *slots = calloc(room, sizeof(int64_t)); /* 1 + the number of an instance */
-    if (slots == NULL) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++) {
-        size_t at = digests[i].a & (room - 1);
-        for (; slots[at] != 0; at = (at + 1) & (room - 1)) {
-            const Digest *other = &digests[slots[at] - 1];
-            if (other->a == digests[i].a && other->b == digests[i].b &&
-                are_alike(x, i, slots[at] - 1))
-                break;
-        }
-        if (slots[at] == 0)
-            slots[at] = i + 1;
-        first[i] = slots[at] - 1;
-    }
-    free(slots);
-    return 0;
-}
-
-/* digest_instances((type of nodes, operand_ptr, operands, outputs, bounds, input_ptr, words,
- * digests, first)): writes two words for each instance, equal for instances that compute the same
- * of inputs that are described by the same `words`, and the first instance that does; input_ptr
- * says where the words of each begin. */
+/* write_structures(most, (type of nodes, operand_ptr, operands, outputs, bounds, word_ptr, words,
+ * which)): some instances of a graph as bytes, equal for those that compute the same of inputs that
+ * are described by the same `words`; word_ptr says where the words of each begin. None if more than
+ * `most` differ. */
 PyObject *
-digest_instances(PyObject *module, PyObject *given)
+write_structures(PyObject *module, PyObject *args)
 {
     (void)module;
-    static const int sizes[9] = {4, 8, 4, 4, 8, 8, 8, -8, -8};
-    Buffers buffers = {0};
-    void *data[9];
-    Py_ssize_t lengths[9];
-    if (get_buffers(&buffers, given, 9, sizes, data, lengths) < 0)
+    static const int sizes[8] = {4, 8, 4, 4, 8, 8, 4, 8};
+    PyObject *given;
+    Py_ssize_t most;
+    if (!PyArg_ParseTuple(args, "nO", &most, &given))
         return NULL;
-    Instances x = {columns_of(data, lengths), data[4], data[5], data[6]};
-    Digest *digests = data[7];
-    Py_ssize_t count = lengths[8];
-    int fits = lengths[7] == 2 * count && lengths[4] == count * NUM_BOUNDS &&
-               lengths[5] == count + 1 && are_pointers(x.input_ptr, count + 1, lengths[6]);
-    for (Py_ssize_t i = 0; fits && i < count; i++) {
-        fits = lies_in(&x.columns, x.bounds + i * NUM_BOUNDS);
-        if (fits)
-            digests[i] = digest_of(&x, i);
+    Buffers buffers = {0};
+    void *data[8];
+    Py_ssize_t lengths[8];
+    if (get_buffers(&buffers, given, 8, sizes, data, lengths) < 0)
+        return NULL;
+    Columns x = columns_of(data, lengths);
+    const int64_t *bounds = data[4], *word_ptr = data[5], *which = data[7];
+    Py_ssize_t num_instances = lengths[4] / NUM_BOUNDS;
+    int fits = lengths[5] == num_instances + 1 &&
+               are_pointers(word_ptr, num_instances + 1, lengths[6]);
+    PyObject *different = PySet_New(NULL), *all = PyList_New(0);
+    int failed = different == NULL || all == NULL, are_few = 1;
+    for (Py_ssize_t k = 0; fits && are_few && !failed && k < lengths[7]; k++) {
+        int64_t i = which[k];
+        fits = i >= 0 && i < num_instances && lies_in(&x, bounds + i * NUM_BOUNDS);
+        if (!fits)
+            break;
+        PyObject *written = written_out(&x, bounds + i * NUM_BOUNDS,
+                                        (const int32_t *)data[6] + word_ptr[i],
+                                        word_ptr[i + 1] - word_ptr[i]);
+        failed = written == NULL || PySet_Add(different, written) < 0 ||
+                 PyList_Append(all, written) < 0;
+        Py_XDECREF(written);
+        are_few = !failed && PySet_Size(different) <= most;
     }
-    int failed = fits && find_first(&x, count, digests, data[8]) < 0;
     release_buffers(&buffers);
-    if (failed)
-        return NULL;
-    return fits ? Py_NewRef(Py_None) : do_not_fit();
-}
-
-/* same_instance((type of nodes, operand_ptr, operands, outputs, bounds) of one instance, of another
- * one): whether they compute the same of their inputs. */
-PyObject *
-same_instance(PyObject *module, PyObject *args)
-{
-    (void)module;
-    static const int sizes[5] = {4, 8, 4, 4, 8};
-    PyObject *one, *other;
-    if (!PyArg_ParseTuple(args, "OO", &one, &other))
-        return NULL;
-    Buffers buffers = {0};
-    void *a[5], *b[5];
-    Py_ssize_t lengths[5], other_lengths[5];
-    if (get_buffers(&buffers, one, 5, sizes, a, lengths) < 0 ||
-        get_buffers(&buffers, other, 5, sizes, b, other_lengths) < 0)
-        return NULL;
-    Columns x = columns_of(a, lengths), y = columns_of(b, other_lengths);
-    int fits = lengths[4] == NUM_BOUNDS && other_lengths[4] == NUM_BOUNDS && lies_in(&x, a[4]) &&
-               lies_in(&y, b[4]);
-    int same = fits && compute_the_same(&x, a[4], &y, b[4]);
-    release_buffers(&buffers);
-    return fits ? PyBool_FromLong(same) : do_not_fit();
+    Py_XDECREF(different);
+    if (fits && are_few && !failed)
+        return all;
+    Py_XDECREF(all);
+    return failed ? NULL : fits ? Py_NewRef(Py_None) : do_not_fit();
 }
 
 /* --- tables --- */
