@@ -277,11 +277,12 @@ class Attempt:
             waited, latest = waited + 1, now
         self._waited[current] = waited, latest
         if waited > bound:
-            number = self._number(current)
+            number, fn = self._number(current), self._call.fn
+            name = getattr(fn, "__name__", type(fn).__name__)
             raise UnfinishedLoopError(
                 f"`batch` got max_steps={bound}, and instance {number} needs values to decide on "
-                "after that many rounds. Expected functions that end before; give a larger "
-                "max_steps, or bound the loop in its condition.",
+                f"in `{name}` after that many rounds. Expected functions that end before; give a "
+                "larger max_steps, or bound the loop in its condition.",
                 (number,),
             )
 

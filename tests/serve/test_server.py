@@ -255,11 +255,42 @@ def test_a_request_that_takes_too_many_rounds_fails_alone():
 
     for tree, result in zip(given, run(scenario), strict=True):
         if isinstance(tree, str) and tree == "never":
-            with pytest.raises(UnfinishedLoopError, match="max_steps=40, and instance 0 needs"):
+            named = r"max_steps=40, and instance 0 needs values to decide on in `endless`"
+            with pytest.raises(UnfinishedLoopError, match=named):
                 raise result
             assert result.instances == (0,)
         else:
             assert_close(result, slow(tree), 1e-6)
+
+
+@jedbatch.cell
+def counted(w, n, x):
+    """A loop of JAX that never ends where n is below zero."""
+    return jax.lax.while_loop(
+        lambda c: c[0] != 0, lambda c: (c[0] - 1, jnp.tanh(c[1] * w)), (n, x)
+    )[1]
+
+
+def counted_if_large(w, instance):
+    """The same, where Python decides on a value before."""
+    n, x = instance
+    return counted(w, n, x) if jnp.abs(x).max() > 0.5 else x
+
+
+@pytest.mark.parametrize("fn", [lambda w, instance: counted(w, *instance), counted_if_large])
+def test_a_request_with_a_loop_of_jax_that_never_ends_fails_alone(fn):
+    given = [(np.int32(n), np.ones(W.shape[0], np.float32)) for n in (3, 5, -1, 2, 0)]
+
+    async def scenario():
+        async with Server(jedbatch.batch(fn, max_steps=7), W, max_batch=4) as server:
+            return await asyncio.gather(*map(server, given), return_exceptions=True)
+
+    for (n, x), result in zip(given, run(scenario), strict=True):
+        if n < 0:
+            with pytest.raises(UnfinishedLoopError, match=r"max_steps=7, and a loop in `counted\("):
+                raise result
+        else:
+            assert_close(result, np.asarray(counted(W, n, x)), 1e-6)
 
 
 @pytest.mark.parametrize("how", ["deadline", "cancelled", "left"])
