@@ -41,8 +41,8 @@ from jedbatch._control_flow.scripts import (
     STAYS,
     WAS_READ,
     ForeseenNumber,
+    Script,
     same_number,
-    script,
 )
 from jedbatch._control_flow.steps import (
     BEFORE,
@@ -53,7 +53,6 @@ from jedbatch._control_flow.steps import (
     READ,
     REFERENCES,
     VALUES,
-    Steps,
 )
 from jedbatch._graph.paths import distinct, ranges
 from jedbatch._jaxpr.configuration import finds_faults
@@ -342,19 +341,13 @@ class RanAhead:
         """How many steps."""
         return len(self.first_lane) - 1
 
-    def scripts(self, steps: Steps, fibers: Sequence[int], bound: int | None) -> dict[int, Any]:
-        """Returns the script of every fibre, by number.
-
-        Args:
-          steps: of the fibres.
-          fibers: their numbers.
-          bound: of numbers (see `Script`); or None.
-        """
-        count, bound = len(fibers), -1 if bound is None else bound
+    def scripts(self, bound: int | None, inputs: Sequence[Any]) -> list[Script]:
+        """Returns the script of every fibre, given the bound and all inputs (see `Script`)."""
         numbers = self.foreseen.numbers
-        places = [(i, count, self.ahead) for i in range(count, 2 * count)]
-        made = [script(steps, self.rows, *x, bound) for x in zip(places, numbers, strict=True)]
-        return dict(zip(fibers, made, strict=True))
+        rows = self.rows[: len(numbers) * len(self.first_lane)]
+        of_each = [rows[i :: len(numbers)] for i in range(len(numbers))]
+        pairs = zip(of_each, numbers, strict=True)
+        return [Script(values, of_fiber, bound, inputs) for values, of_fiber in pairs]
 
     def note(
         self, graph: RecordedGraph, begins: "Int64[np.ndarray, 'F 4']", done: np.ndarray

@@ -18,7 +18,8 @@ from jedbatch._control_flow.ahead import Ahead, RanAhead
 from jedbatch._control_flow.depths import Depths
 from jedbatch._control_flow.fibers import Fibers
 from jedbatch._control_flow.moving import Moving
-from jedbatch._control_flow.steps import BEFORE, COUNTS, LAST, NOW, Steps
+from jedbatch._control_flow.scripts import Script
+from jedbatch._control_flow.steps import BEFORE, LAST, NOW, Steps
 from jedbatch._control_flow.workspace import Workspace
 from jedbatch._graph.paths import int64_of
 from jedbatch._jaxpr.configuration import configuration
@@ -118,12 +119,11 @@ class Attempt:
         self._may_run_ahead = not saving and self.workspace.trial is None
         self._depths = Depths(session.programs.depths)
         self._ran: RanAhead | None = None  # in the latest round
-        self._scripts: dict[int, Any] = {}  # of fibres, by what ran ahead
-        self._script: Any = None  # of the fibre whose turn it is
-        self._begun: list[Any] = []  # scripts, in order
+        self._scripts: dict[int, Script] = {}  # of fibres, by what ran ahead
+        self._script: Script | None = None  # of the fibre whose turn it is
+        self._begun: list[Script] = []  # in order
         self._first_values: list[int] = []  # of these
-        self._has_bound = session.programs.max_steps is not None
-        self._tails: list[tuple[int, list[int]]] = []  # of turns since, by fibre
+        self._tails: list[list[int]] = []  # of turns since (see `Recorded`)
         parked = session.of_thread.__dict__.setdefault("greenlets", [])
         self._fibers = Fibers(self._record, 0, parked)
 
@@ -160,7 +160,7 @@ class Attempt:
         """Runs the function for one instance, in a fibre of its own."""
         recorder = self.recorder
         recording.recorder = recorder  # to gevent, what is kept per thread is kept per greenlet
-        self._turn_to(None)
+        self._script = None
         self._steps.begin(self._fibers.fiber)
         with set_current_trace(recorder):
             recorder.turn_to(self._call.instances[instance])
@@ -178,13 +178,15 @@ class Attempt:
         script = self._script
         if script is not None and type(symbol) is Value and recording.recorder is recorder:
             key = symbol.index
-            value = self._known_value(key)
+            value = None if key == script.next_read else self._known_value(key)
             if value is None and key >= 0:
-                value = script.read(key)
+                fiber = self._fibers.fiber
+                same = self._steps.follow(fiber, key)
+                value = script.next_value() if same else None
                 if value is None:  # it has done something else, or there is no more
-                    self._is_same[self._fibers.fiber] = script.same
-                    self._turn_to(None)
-                elif self._has_bound:
+                    self._is_same[fiber] = same
+                    self._script = None
+                else:
                     self._count_wait(foreseen=True)
             if value is not None:
                 return value
@@ -219,9 +221,9 @@ class Attempt:
             else:
                 instance, fiber = recorder._instance, self._fibers.fiber
                 self._count_wait()
-                self._turn_to(None)
+                self._script = None
                 if fiber not in self._is_same:
-                    self._is_same[fiber] = self._steps.follower(fiber)(key)
+                    self._is_same[fiber] = self._steps.follow(fiber, key)
                 self._fibers.wait(key)
                 recorder.turn_to(instance)
                 self._go_on(fiber)
@@ -251,15 +253,10 @@ class Attempt:
         self._steps.begin(fiber)
         script = self._scripts.get(fiber)
         if script is not None:
-            script.begin(self._steps.table, fiber)
+            script.begin(self._steps.table[fiber])
             self._begun.append(script)
             self._first_values.append(script.first_value)
-        self._turn_to(script)
-
-    def _turn_to(self, script: Any) -> None:
-        """From now on values are those of a script, if there is one."""
         self._script = script
-        self.recorder.script = None if self._has_bound else script
 
     def _count_wait(self, foreseen: bool = False) -> None:
         """Raises `UnfinishedLoopError` if the instance that asks has waited too often.
@@ -299,19 +296,19 @@ class Attempt:
 
         def run(part: Callable[[], Any]) -> Any:
             recording.recorder = recorder
-            self._turn_to(None)
+            self._script = None
             self._steps.begin(self._fibers.fiber)
             with set_current_trace(trace):
                 recorder.turn_to(instance)
                 return part()
 
         fiber = self._fibers.fiber
-        self._turn_to(None)
+        self._script = None
         try:
             return self._fibers.together([functools.partial(run, part) for part in parts])
         finally:  # the function may catch what a part raised, and go on
             recorder.turn_to(instance)
-            self._turn_to(None)
+            self._script = None
             self._is_same.pop(fiber, None)
             self._steps.begin(fiber)
 
@@ -350,7 +347,8 @@ class Attempt:
         if ran is not None:
             registry, type_ids = self._session.registry, ran.template.placed.type_ids
             bound = fewest_rows(registry, type_ids)
-            self._scripts = ran.scripts(self._steps, list(waiting), bound)
+            scripts = ran.scripts(bound, self.recorder.input_value)
+            self._scripts = dict(zip(waiting, scripts, strict=True))
 
     def _ahead(self) -> Ahead | None:
         """The wish to run ahead, if every instance that waits may go on like that."""
@@ -368,24 +366,20 @@ class Attempt:
         self.workspace.graph.note_turn(instance)
         fiber = self._fibers.fiber
         begin = LAST if fiber in self._is_same else NOW  # a step has ended, or not
-        tail = [*self._steps.table[fiber, begin].tolist(), *self._steps.sizes()]
-        self._tails.append((fiber, tail))
+        self._tails.append([*self._steps.table[fiber, begin].tolist(), *self._steps.sizes()])
 
     def _note_ahead(self, ran: RanAhead) -> None:
         """Notes how far instances went as foreseen."""
         done = np.array([script.done for script in self._scripts.values()])
-        first_tail = dict(reversed(self._tails))
-        ends = np.array([first_tail[fiber][:4] for fiber in self._scripts])
-        begins = ends - done[:, None] * ran.foreseen.steps[:, COUNTS]
-        tails = np.array([tail for _, tail in self._tails])
-        self.workspace.note_ahead(ran, begins, done, tails)
+        begins = np.array([script.begins for script in self._scripts.values()])
+        self.workspace.note_ahead(ran, begins, done, np.array(self._tails))
         used, foreseen = int(done.sum()), ran.ahead * len(done)
         rounds = self._call.rounds
         rounds[-1] = replace(rounds[-1], foreseen=foreseen, used=used)
         self._depths.note(ran.template, list(self._scripts), ran.ahead, done)
         self._ran = None
         self._scripts = {}
-        self._turn_to(None)
+        self._script = None
         self._tails.clear()
 
     def _note_round(self, layout: Layout, instances: int, start: float, num_ahead: int = 0) -> None:

@@ -187,7 +187,7 @@ class OpenAttempt(Attempt):
             error = ended(one.token)
             if error is not None:
                 self.recorder.turn_to(self._instances[number])
-                self._turn_to(None)
+                self._script = None
                 self._fibers.close(number)
                 self.workspace.graph.note_turn(number)
                 self._results[number], self.errors[number] = None, error

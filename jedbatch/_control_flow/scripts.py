@@ -2,9 +2,7 @@
 
 An instance that goes on as foreseen runs its Python from decision to decision without waiting. At
 each it ends a step, which is compared with the step before (see `_control_flow.steps`), numbers
-that it brings included, and the value that it asks for is the next one of its script. This is most
-of what a loop costs that Python decides on, so it has a twin in C (`_support/c/scripts.c`), which
-symbols ask directly under `if`, `while`, `int()` and `float()`.
+that it brings included, and the value that it asks for is the next one of its script.
 """
 
 import math
@@ -13,8 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jedbatch._control_flow.steps import COUNTS, INPUTS, VALUES, Steps
-from jedbatch._record.cell import recording
+from jedbatch._control_flow.steps import COUNTS, INPUTS, NOW, READ, VALUES
 
 NUMBERS = (bool, int, float)
 STAYS, WAS_READ, COUNTS_ON = range(3)  # how a number is foreseen
@@ -46,105 +43,70 @@ def same_number(a: Any, b: Any) -> bool:
 
 
 class Script:
-    """The values that an instance will ask for; the twin of `_support/c/scripts.c`.
+    """The values that an instance will ask for.
 
     Attributes:
+      begins: int64[4], the sizes of the recording when the instance went on.
       done: how many steps it took as foreseen.
-      same: whether the last step was like the one before.
-      first_value: the number of the first value that was recorded when it began.
+      next_read: the number of the value that the next step asks for, if it is as foreseen.
     """
-
-    __slots__ = (
-        "_bound",
-        "_count",
-        "_ended",
-        "_fiber",
-        "_first",
-        "_first_input",
-        "_first_read",
-        "_num_inputs",
-        "_num_values",
-        "_numbers",
-        "_rows",
-        "_steps",
-        "_stride",
-        "_table",
-        "done",
-        "first_value",
-        "same",
-    )
 
     def __init__(
         self,
-        steps: Steps,
-        rows: np.ndarray,
-        places: tuple[int, int, int],
+        values: np.ndarray,
         numbers: Sequence[ForeseenNumber],
-        bound: int,
+        bound: int | None,
+        inputs: Sequence[Any],
     ):
         """Makes a script.
 
         Args:
-          steps: of the fibres.
-          rows: values of all fibres at the ends of all steps.
-          places: where the fibre's value at the end of the first step that is foreseen is in them,
-            how far it is from there to the next one, and how many there are. The value of the step
-            before the first one is as far before it.
+          values: at the ends of the step before and of all steps that are foreseen.
           numbers: that the instance brings.
-          bound: below which numbers have to be, and not negative, to be foreseen; or -1.
+          bound: below which numbers have to be, and not negative, to be foreseen; or None.
+          inputs: the values of all inputs that are recorded.
         """
-        self.done = 0
-        self.same = self._ended = False
-        self.first_value = self._first_input = 0
-        self._first_read = self._num_inputs = self._num_values = 0
-        self._fiber, self._table = -1, steps.table
-        self._steps = steps
-        self._rows = rows
-        self._first, self._stride, self._count = places
+        self.done = self.next_read = 0
+        self.begins = np.zeros(4, np.int64)
+        self._first_input = self._num_inputs = self._num_values = 0
+        self._values = values
         self._numbers = numbers
         self._bound = bound
+        self._inputs = inputs
 
-    def begin(self, table: np.ndarray, fiber: int) -> None:
-        """Notes that the turn of the fibre begins, whose step is in a table (see `Steps`)."""
-        _, _, groups, counter = self._steps.columns
-        self._fiber, self._table = fiber, table
-        self._first_input, self.first_value = len(groups), counter[0]
+    def begin(self, step: np.ndarray) -> None:
+        """Notes that the instance goes on, given int64[17], its step (see `Steps`)."""
+        self.begins = step[NOW].copy()
+        counts = step[COUNTS].tolist()  # which other steps will change
+        self._num_inputs, self._num_values = counts[INPUTS], counts[VALUES]
+        self._first_input = int(self.begins[INPUTS])
+        self.next_read = int(self.begins[VALUES] + step[READ])
 
-    def read(self, key: int) -> np.ndarray | None:
-        """Returns the value of that number, at the end of a step like the one before.
+    @property
+    def first_value(self) -> int:
+        """The number of the first value that was recorded when it began."""
+        return int(self.begins[VALUES])
 
-        None if it is not there, and from then on.
-        """
-        if self._ended:
-            return None
-        self.same = self._steps.follow(self._fiber, key)
-        self._ended = not (self.same and self.done < self._count)
-        if self.same and self.done == 0:
-            counts = self._table[self._fiber, COUNTS].tolist()  # which other steps will change
-            self._num_inputs, self._num_values = counts[INPUTS], counts[VALUES]
-            self._first_read = key
-        self._ended = self._ended or not self._has_numbers()
-        if self._ended:
+    def next_value(self) -> np.ndarray | None:
+        """Returns the value at the end of a step like the one before; None if it is not there."""
+        if self.done + 1 == len(self._values) or (self._numbers and not self._has_numbers()):
             return None
         self.done += 1
-        return self._value(self.done - 1)
+        self.next_read += self._num_values
+        return self._values[self.done, ...]
 
     def value(self, key: int) -> np.ndarray | None:
         """Returns the value of that number if it was read; None if not."""
-        if self.done == 0:
-            return None
-        step, rest = divmod(key - self._first_read, self._num_values)
-        return self._value(step) if not rest and 0 <= step < self.done else None
-
-    def _value(self, step: int) -> np.ndarray:
-        """Returns the value at the end of a step."""
-        return self._rows[self._first + step * self._stride, ...]
+        back, rest = divmod(self.next_read - key, self._num_values)
+        return (
+            self._values[1 + self.done - back, ...] if not rest and 0 < back <= self.done else None
+        )
 
     def _has_numbers(self) -> bool:
         """Returns whether the numbers of the step that ends are those foreseen."""
         first = self._first_input + self.done * self._num_inputs
         for place, how, latest, by in self._numbers:
-            x = self._steps.input_value[first + place]
+            x = self._inputs[first + place]
             if how == STAYS:
                 if not same_number(x, latest):
                     return False
@@ -152,23 +114,8 @@ class Script:
             if how == COUNTS_ON:
                 latest += (self.done + 1) * by
             elif type(x) in NUMBERS:
-                latest = type(x)(self._value(self.done - 1))
-            is_there = self._bound < 0 or type(x) is not int or 0 <= x < self._bound
+                latest = type(x)(self._values[self.done])
+            is_there = self._bound is None or type(x) is not int or 0 <= x < self._bound
             if not same_number(x, latest) or not is_there:
                 return False
         return True
-
-
-def script(
-    steps: Steps,
-    rows: np.ndarray,
-    places: tuple[int, int, int],
-    numbers: list[ForeseenNumber],
-    bound: int,
-) -> Any:
-    """Returns a `Script`, or its twin where it is compiled; see there for the arguments."""
-    compiled = steps.compiled
-    if compiled is None:
-        return Script(steps, rows, places, numbers, bound)
-    given = steps.columns, steps.input_value, rows, places, numbers, bound, recording
-    return compiled.Script(*given)

@@ -7,8 +7,6 @@ ones that stay. What comes next can then be foreseen (see `_control_flow.ahead`)
 Letters: `F` fibres. Sizes of a recording are four: nodes, references, inputs, values.
 """
 
-import functools
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -35,8 +33,6 @@ class Steps:
     Attributes:
       table: int64[F, 17], of every fibre; see `BEFORE` and what follows it.
       columns: of the recording: calls, references, groups of inputs, and how many values.
-      input_value: the values of inputs.
-      compiled: the compiled core, if it does this; or None.
     """
 
     def __init__(self, recorder: Recorder, num_fibers: int):
@@ -49,8 +45,7 @@ class Steps:
         )
         compiled = core()
         is_compiled = compiled is not None and isinstance(recorder.counter, compiled.Ints)
-        self.compiled = compiled if is_compiled else None
-        self.input_value = recorder.input_value
+        self._compiled = compiled if is_compiled else None
 
     def sizes(self) -> tuple[int, int, int, int]:
         """The sizes of what was recorded."""
@@ -62,17 +57,10 @@ class Steps:
         if fiber >= len(self.table):
             more = np.full((fiber + 1, NUM_COLUMNS), -1)
             self.table = np.concatenate([self.table, more])
-        if self.compiled is not None:
-            self.compiled.begin_step(self.columns, (self.table,), fiber)
+        if self._compiled is not None:
+            self._compiled.begin_step(self.columns, (self.table,), fiber)
         else:
             self.table[fiber, NOW] = self.sizes()
-
-    def follower(self, fiber: int) -> Callable[[int], bool]:
-        """Returns what does for a fibre as `follow` does."""
-        if self.compiled is None:
-            return functools.partial(self.follow, fiber)
-        follow_step, columns = self.compiled.follow_step, self.columns
-        return lambda value: follow_step(columns, (self.table,), fiber, value)
 
     def follow(self, fiber: int, value: int) -> bool:
         """Notes that a step ends; returns whether it is the same as the step before.
@@ -83,6 +71,8 @@ class Steps:
           fiber: whose step it is.
           value: that it needs.
         """
+        if self._compiled is not None:
+            return self._compiled.follow_step(self.columns, (self.table,), fiber, value)
         row = self.table[fiber]
         before, last, counts, now = row[BEFORE], row[LAST], row[COUNTS], row[NOW]
         end = np.array(self.sizes())

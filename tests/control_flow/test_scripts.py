@@ -1,4 +1,4 @@
-"""Steps that are told apart, and scripts of steps that were foreseen, compiled and in Python."""
+"""Steps that are told apart, compiled and in Python, and scripts of steps that were foreseen."""
 
 from types import SimpleNamespace
 
@@ -10,9 +10,9 @@ from jedbatch._control_flow.scripts import (
     STAYS,
     WAS_READ,
     ForeseenNumber,
+    Script,
     same_number,
 )
-from jedbatch._control_flow.scripts import script as make_script
 from jedbatch._control_flow.steps import Steps
 from jedbatch._support import native
 
@@ -42,43 +42,49 @@ def nothing_recorded(compiled):
     )
 
 
-def read_in_turn(numbers, brought, bound=-1, compiled=True):
-    """Returns what a script says at the ends of four steps that bring numbers."""
-    recorder = nothing_recorded(native.core() if compiled else None)
+def read_in_turn(numbers, brought, bound=None):
+    """Returns what a script says at the ends of steps that bring numbers, up to the first other."""
+    recorder = nothing_recorded(native.core())
     steps = Steps(recorder, 2)
     rows = np.array([3, 70, 5, 71, 7, 72, 9, 73, 11, 74], np.int32)
-    script = make_script(steps, rows, (2, 2, 3), numbers, bound)
+    script = Script(rows[:8:2], numbers, bound, recorder.input_value)
     steps.begin(1)
     found = []
     for k, number in enumerate(brought):
         if k == 2:
-            script.begin(steps.table, 1)
+            script.begin(steps.table[1])
         recorder.call_specs += [4]
         recorder.references += [-1 - k]
         recorder.input_group += [6]
         recorder.input_value.append(number)
         recorder.counter[0] = 2 * k + 2
-        found.append(steps.follower(1)(2 * k + 1) if k < 2 else script.read(2 * k + 1))
+        assert k < 2 or script.next_read == 2 * k + 1
+        same = steps.follow(1, 2 * k + 1)
+        if k >= 2:
+            assert same
+            found.append(script.next_value())
+            if found[-1] is None:
+                break
     known = [script.value(k) for k in range(2 * len(brought))]
-    return found, known, script.done, script.same, script.first_value, steps.table.tolist()
+    return found, known, script.done, script.first_value, steps.table.tolist()
 
 
 LIKE = {
-    "stays": ([(0, STAYS, 1.5, 0)], [1.5, 1.5, 1.5, 1.5, 1.5, 1.5], -1, 3),
-    "another": ([(0, STAYS, 1.5, 0)], [1.5, 1.5, 1.5, 2.5, 1.5], -1, 1),
-    "of another type": ([(0, STAYS, 1, 0)], [1, 1, 1, 1.0], -1, 1),
-    "another zero": ([(0, STAYS, 0.0, 0)], [0.0, 0.0, 0.0, -0.0], -1, 1),
-    "counts": ([(0, COUNTS_ON, 8, -3)], [14, 11, 8 - 3, 8 - 6, 8 - 9], -1, 3),
-    "counts otherwise": ([(0, COUNTS_ON, 8, -3)], [14, 11, 5, 3], -1, 1),
+    "stays": ([(0, STAYS, 1.5, 0)], [1.5, 1.5, 1.5, 1.5, 1.5, 1.5], None, 3),
+    "another": ([(0, STAYS, 1.5, 0)], [1.5, 1.5, 1.5, 2.5, 1.5], None, 1),
+    "of another type": ([(0, STAYS, 1, 0)], [1, 1, 1, 1.0], None, 1),
+    "another zero": ([(0, STAYS, 0.0, 0)], [0.0, 0.0, 0.0, -0.0], None, 1),
+    "counts": ([(0, COUNTS_ON, 8, -3)], [14, 11, 8 - 3, 8 - 6, 8 - 9], None, 3),
+    "counts otherwise": ([(0, COUNTS_ON, 8, -3)], [14, 11, 5, 3], None, 1),
     "counts below": ([(0, COUNTS_ON, 4, -3)], [10, 7, 1, -2], 9, 1),
     "counts above": ([(0, COUNTS_ON, 4, 2)], [0, 2, 6, 8, 10], 9, 2),
-    "was read": ([(0, WAS_READ, 3, 0)], [0, 3, 3, 5, 7], -1, 3),
-    "was read as a float": ([(0, WAS_READ, 3.0, 0)], [0.0, 3.0, 3.0, 5.0, 6.0], -1, 2),
+    "was read": ([(0, WAS_READ, 3, 0)], [0, 3, 3, 5, 7], None, 3),
+    "was read as a float": ([(0, WAS_READ, 3.0, 0)], [0.0, 3.0, 3.0, 5.0, 6.0], None, 2),
     "was read, and is no row": ([(0, WAS_READ, 3, 0)], [0, 3, 3, 5, 7], 6, 2),
-    "was read, and is an array": ([(0, WAS_READ, 3, 0)], [0, 3, 3, np.ones(2)], -1, 1),
-    "a large number": ([(0, STAYS, 1 << 70, 0)], [1 << 70] * 4, -1, 2),
+    "was read, and is an array": ([(0, WAS_READ, 3, 0)], [0, 3, 3, np.ones(2)], None, 1),
+    "a large number": ([(0, STAYS, 1 << 70, 0)], [1 << 70] * 4, None, 2),
     "too large": ([(0, WAS_READ, 3, 0)], [0, 3, 3, 1 << 70], 1 << 40, 1),
-    "none": ([], [1, 2, 3, 4, 5, 6, 7], -1, 3),
+    "none": ([], [1, 2, 3, 4, 5, 6, 7], None, 3),
 }
 
 
@@ -88,12 +94,11 @@ def test_scripts_end_with_the_first_other_number(name, monkeypatch):
     numbers = [ForeseenNumber(*x) for x in numbers]
     found = read_in_turn(numbers, brought, bound)
     values = [3, 5, 7, 9, 11][1 : 1 + done]
-    answers = [None if x is None else int(x) for x in found[0][2:]]
-    assert answers == values + [None] * (len(brought) - 2 - done)
+    assert [None if x is None else int(x) for x in found[0]] == [*values, None][: len(found[0])]
     assert [x for x in found[1] if x is not None] == values
     assert found[2] == done
     monkeypatch.setenv(native.SWITCH, "0")
-    assert read_in_turn(numbers, brought, bound, compiled=False) == found
+    assert read_in_turn(numbers, brought, bound) == found
 
 
 STEP = {"calls": [3, 4, 3, 4, 3, 4], "references": [9, 0, 1, 0, 10, 2, 11, 2, 12, 4, 13, 4]}
@@ -122,7 +127,7 @@ def followed(calls, references, groups=(0, 0, 0), value=5):
         recorder.references += references[2 * begin : end and 2 * end]
         recorder.input_group += groups[k : k + 1 if k < 2 else None]
         recorder.counter[0] = 2 * k + 2
-        found.append(steps.follower(0)(value if k == 2 else 2 * k + 1))
+        found.append(steps.follow(0, value if k == 2 else 2 * k + 1))
     return found, steps.table.tolist()
 
 

@@ -19,7 +19,6 @@ from jedbatch._jaxpr.versions import traced_number
 from jedbatch._record.identity.number_operands import Lifted
 from jedbatch._record.operations.failures import note_operation
 from jedbatch._record.types.registry import Registry
-from jedbatch._support.native import core
 from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import SymbolicValueError
 
@@ -283,16 +282,6 @@ class Shared(Symbol):
 
     def __getitem__(self, item):
         return self._trace.index_shared(self, item)
-
-
-def _convert_sooner() -> None:
-    """Has the compiled core convert symbols whose value it knows."""
-    compiled = core()
-    if compiled is not None:
-        compiled.convert_by_scripts(Symbol, Value)
-
-
-_convert_sooner()
 
 
 # --- static indices ---

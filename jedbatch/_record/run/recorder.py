@@ -112,8 +112,6 @@ class Recorder(Trace):
       computed: arrays that were computed from numbers and constants, by id.
       leaves: (number, path) of the instance's arrays and their parts, by reference.
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
-      script: answers `if`, `while`, `int()` and `float()` on values that are there already, if it
-        is one of C (see `_control_flow.scripts`); or None.
       leaving: is told of symbols whose values leave JAX, and by what, before they do; or None.
       together: what some functions return, which may wait for values each on its own.
       grouping: merges nodes later; None to keep nodes as they are.
@@ -140,7 +138,6 @@ class Recorder(Trace):
         self.active = True
         self.caching = True
         self.read = read
-        self.script: Any = None
         self.together = together
         self.leaving: Callable[[Symbol, str], None] | None = None
         ints: list[list[int]] = lists_of_ints(self.result, 4)
@@ -229,7 +226,7 @@ class Recorder(Trace):
     def forget(self) -> None:
         """Lets go of everything symbolic, and of those who computed its values."""
         self.active = False
-        self.read, self.script, self.leaving, self.together = None, None, None, in_order
+        self.read, self.leaving, self.together = None, None, in_order
         self.call_cell = refuse_call  # the function there holds this recorder
         self._forget_objects()
         self._forget_objects = self._next_instance = nothing_to_forget

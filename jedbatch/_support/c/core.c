@@ -135,7 +135,6 @@ static PyMethodDef functions[] = {
     {"write_structures", write_structures, METH_VARARGS, NULL},
     {"schedule", schedule, METH_VARARGS, NULL},
     {"cut_lanes", cut_lanes, METH_O, NULL},
-    {"convert_by_scripts", convert_by_scripts, METH_VARARGS, NULL},
     {"count_nodes", count_nodes, METH_O, NULL},
     {"find_runs", find_runs, METH_VARARGS, NULL},
     {"first_reads", first_reads, METH_O, NULL},
@@ -170,7 +169,7 @@ PyInit_native_core(void)
 {
     PyObject *module = PyModule_Create(&definition);
     if (module != NULL && (init_ints(module) < 0 || init_cells(module) < 0 ||
-                           init_fast_path(module) < 0 || init_scripts(module) < 0 ||
+                           init_fast_path(module) < 0 ||
                            PyModule_AddIntConstant(module, "REVISION", REVISION) < 0))
         Py_CLEAR(module);
     return module;

@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 25 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 26 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -31,8 +31,6 @@ void release_buffers(Buffers *buffers);
  * not fit each other, or with an error without memory. */
 Py_ssize_t write_edges(void *const *data, const Py_ssize_t *lengths);
 
-int init_scripts(PyObject *module);
-PyObject *convert_by_scripts(PyObject *module, PyObject *args);
 PyObject *make_fast_path(PyObject *module, PyObject *args);
 int init_cells(PyObject *module);
 int init_fast_path(PyObject *module);

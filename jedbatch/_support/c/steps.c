@@ -4,7 +4,15 @@
 
 #include <string.h>
 
-#include "steps.h"
+#include "ints.h"
+
+enum { CALLS, REFERENCES, GROUPS, COUNTER, NUM_SIZES }; /* the columns of a recording */
+enum { NODES, READS, INPUTS, VALUES };                  /* its sizes */
+
+/* A row of the table of steps. */
+typedef struct {
+    int64_t before[NUM_SIZES], last[NUM_SIZES], counts[NUM_SIZES], now[NUM_SIZES], read;
+} Step;
 
 /* The columns of a recording, its sizes and the step of a fibre, in `buffers`; NULL with an error. */
 static Step *
@@ -86,7 +94,9 @@ is_alike(Ints *const *columns, const Step *step)
     return same;
 }
 
-int
+/* Notes that a step ends, given the value that it needs; returns whether it is the same as the step
+ * before. */
+static int
 end_step(Ints *const *columns, Step *step, int64_t value)
 {
     int64_t sizes[NUM_SIZES], counts[NUM_SIZES], read = value - step->now[VALUES];
