@@ -1,6 +1,23 @@
 """Calls of a batched function: of rows of arrays, inside of another, in rounds, or planned.
 
-So are `plan` and `apply`, the two halves of a call that is planned.
+What a call decides before a program runs, and who does what follows:
+
+    Batched.__call__
+      `call`
+        runs without `jax.jit`?        plain_loop        the loop, line by line on values
+        rows of arrays?                _run_mapped       one structure, as `jax.vmap` runs it
+        inside of another function?    put_together      recorded with the instances of that one
+        decides on values?             run_stepwise      rounds: compute, decide, go on
+        else                           Core.plan         and `Core.run` of the plan
+      Core.plan
+        all instances known?           Recording.recall  their graphs
+        else                           Recording.find    Python records those that are new
+        planned together before?       plan_again        the tables of then, with these inputs
+        do structures recur?           plan_copies       each is planned once
+        else                           make_plan         schedule, place, lower
+      Core.run                         run_plan          one XLA program
+
+`plan` and `apply` are the two halves of a call that is planned.
 """
 
 import functools
