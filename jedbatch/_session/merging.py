@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jedbatch._graph.degeneracy import Degeneracy
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import operation_of
@@ -94,7 +95,7 @@ def warn_if_costly(blocks: Blocks, graph: Graph, seconds: float, registry: Regis
         return
     operations, num_nodes = blocks.operations(graph), len(graph.node_type)
     total, single = operations.total(), operations.pop(None, 0)
-    if total < MANY_OPERATIONS:
+    if total < MANY_OPERATIONS or Degeneracy.of(graph) is not None:  # which is warned of first
         return
     units = [u for u, num in operations.most_common(MOST_NAMED) if u and num >= PART * total]
     cures = []
