@@ -12,6 +12,7 @@ trees do, nothing is gained by it, and each is taken to have one by itself.
 The twin in C is `_support/c/structures.c`.
 """
 
+import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from jedbatch._graph.types import ValueType
 from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.native import core
 
+KNOWN = operator.attrgetter("known_structure")
 MIN_COPIES = 4  # instances to a structure, in the mean, or so few: to find structures takes time
 
 
@@ -65,7 +67,7 @@ class Structures:
         Only where there are as few as one to `MIN_COPIES` instances, or as few in all, are others
         looked for that have the same.
         """
-        found = [record.known_structure for record in records]
+        found = list(map(KNOWN, records))
         distinct, most = set(found), max(MIN_COPIES, len(records) // MIN_COPIES)
         are_few = len(distinct) <= most
         if None in distinct or (are_few and any(x.record is None for x in distinct)):
@@ -75,7 +77,7 @@ class Structures:
                     wholes.setdefault(id(record.whole), {})[record] = None
             for some in wholes.values():
                 self._find(list(some), most)
-            found = [record.known_structure for record in records]
+            found = list(map(KNOWN, records))
         return found
 
     def _find(self, records: Sequence[Record], most: int) -> None:
