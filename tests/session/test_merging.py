@@ -99,6 +99,7 @@ def test_a_model_without_cells_is_merged_before_anything_is_compiled():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
 def test_small_minibatches_come_first():
     """One more program once enough has been met; what was planned before stays as it is."""
     batched = jedbatch.batch(encode)
@@ -130,6 +131,7 @@ def test_small_minibatches_come_first():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
 def test_expressions_are_merged_where_operators_are_several_operations():
     instances = expressions(96, seed=0)
     batched = check(evaluator(OPERATORS), PARAMS, instances, rtol=3e-5)
@@ -180,6 +182,7 @@ def test_arrays_of_any_length_are_still_packed():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
 def test_decisions_on_values_and_closures():
     """The function starts to decide after operations were merged, and it closes over a weight."""
 
