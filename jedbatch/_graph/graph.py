@@ -35,8 +35,8 @@ from jedbatch._graph.types import NodeType, ValueType
 if TYPE_CHECKING:
     from jaxtyping import Bool, Int32, Int64
 
-# What graphs know of their nodes and their union takes over.
-CARRIED = ("rank", "rank_alone", "height", "chain")
+# What graphs know of their nodes and their union takes over: what depends on the instance alone.
+CARRIED = ("rank", "height", "chain")
 
 
 @dataclass(frozen=True, eq=False)
