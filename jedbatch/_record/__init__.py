@@ -46,7 +46,7 @@ Read in this order:
 20. `types.shared_operands`: Shared arrays that cells get in place of values.
 21. `types.custom_rules`: Functions with a derivative rule of their own, as operations.
 22. `types.registry`: Types, shared values and calls seen while recording, interned.
-23. `operations.failures`: What errors of users' functions say besides what JAX says: where they
+23. `operations.failures`: Notes of errors of users' functions, besides what JAX says: where they
    happened, and to what.
 24. `operations.symbols`: Symbolic values: tracers that have a type and no value, and how they are
    indexed.

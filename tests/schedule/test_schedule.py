@@ -7,6 +7,7 @@ from cases.helpers import fewest, random_dag
 import jedbatch
 from jedbatch import Graph, lower_bound, policies, schedule
 from jedbatch._schedule.components import by_rank
+from jedbatch._schedule.fsm import FSM
 from jedbatch.errors import NothingReadyError
 
 HEURISTICS = [
@@ -129,6 +130,20 @@ def test_chains_and_trees_are_optimal():
             preds.append(outputs)
         graph = Graph.from_dag(types, preds)
         assert len(schedule(graph)) == lower_bound(graph)
+
+
+def test_instances_apart_from_others_whose_types_read_each_other():
+    """Types are alone among some instances, and read each other in a circle among others."""
+    chain = Graph.from_dag([0, 0, 0, 2, 3, 2], [[], [0], [1], [], [3], [4]])
+    circle = Graph.from_dag([0, 1, 0, 1, 0, 2, 3], [[], [0], [1], [2], [3], [], []])
+    whole = Graph.select([(chain, 0), (circle, 0)])
+    machine = FSM("phase", ("0", "1", "2", "3"), ())
+    for policy in (machine, None, policies.agenda):
+        schedule(whole, policy)
+        for k, part in enumerate((chain, circle)):
+            batches = schedule(Graph.select([(whole, k)]), policy)
+            batches.check(part)
+            assert lower_bound(part) <= len(batches) <= len(part.node_type)
 
 
 def test_a_policy_is_any_callable():

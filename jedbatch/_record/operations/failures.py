@@ -1,4 +1,4 @@
-"""What errors of users' functions say besides what JAX says: where they happened, and to what.
+"""Notes of errors of users' functions, besides what JAX says: where they happened, and to what.
 
 JAX knows neither cells nor instances, and its traceback leads through modules of both of us.
 """
