@@ -52,5 +52,5 @@ class Record:
 
     @property
     def told_apart_by(self) -> tuple[Hashable, ...]:
-        """What instances are told apart by, besides their graphs, that are planned in one way."""
+        """Returns what tells instances apart, besides their graphs, that are planned in one way."""
         return self.structure, self.types

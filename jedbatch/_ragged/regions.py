@@ -134,7 +134,7 @@ class RaggedRecord(Record):
 
     @functools.cached_property
     def told_apart_by(self) -> tuple[Hashable, ...]:
-        """What instances are told apart by, besides their graphs, that are planned in one way.
+        """Returns what tells instances apart, besides their graphs, that are planned in one way.
 
         Those call the same regions, and read the same results of them.
         """

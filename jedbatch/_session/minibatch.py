@@ -33,7 +33,7 @@ class Flags(NamedTuple):
 
 
 class PlanKey(NamedTuple):
-    """What decides all of a plan but the values of inputs; minibatches are found again by it.
+    """All that decides a plan but the values of inputs; minibatches are found again by it.
 
     Attributes:
       structures: of the instances, in order; or the distinct ones, in theirs.
