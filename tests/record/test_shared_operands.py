@@ -1,5 +1,7 @@
 """Shared arrays in place of values: few ways are types, many ways one, with the loop's answers."""
 
+import collections
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -33,6 +35,47 @@ def test_many_ways_to_mix_shared_arrays_and_values():
     for known in (trees, [*trees, (("z", "z"), ("x", "y"))]):
         names = [name.partition(" ->")[0] for name in types_of(batched.plan(PARAMS, known))]
         assert names == expected
+
+
+@pytest.mark.parametrize("container", ["named tuple", "dict", "list", "keywords"])
+def test_shared_leaves_of_states(container):
+    """A learned initial state is a value wherever it stands in a state."""
+    pair = collections.namedtuple("pair", "h c")
+
+    @jedbatch.cell
+    def join(w, a, b):
+        return pair(jnp.tanh(w @ (a.h + b.h)), a.c * b.h)
+
+    def spelled(params, tree):
+        if isinstance(tree, str):
+            state = pair(params[tree], params["x"])
+        else:
+            state = call(params["w"], *(spelled(params, side) for side in tree))
+        return state
+
+    def call(w, a, b):
+        if container == "named tuple":
+            return join(w, a, b)
+        if container == "dict":
+            return pair(**of_dicts(w, a._asdict(), b._asdict()))
+        if container == "list":
+            return pair(*of_lists(w, [[*a], [*b]]))
+        return pair(**of_keywords(w, left=a.h, right=b.h, other=a.c))
+
+    of_dicts = jedbatch.cell(
+        lambda w, a, b: {"h": jnp.tanh(w @ (a["h"] + b["h"])), "c": a["c"] * b["h"]}
+    )
+    of_lists = jedbatch.cell(
+        lambda w, both: (jnp.tanh(w @ (both[0][0] + both[1][0])), both[0][1] * both[1][0])
+    )
+    of_keywords = jedbatch.cell(
+        lambda w, *, left, right, other: {"h": jnp.tanh(w @ (left + right)), "c": other * right}
+    )
+    trees = [("x", "y"), (("y", "z"), "x"), ("z", ("x", ("y", "y"))), (("x", "x"), ("z", "y"))]
+    batched = check(spelled, PARAMS, trees)
+    plan = batched.plan(PARAMS, [*trees, (("z", "z"), ("x", "y"))])
+    assert len([t for t in types_of(plan) if "shared" not in t]) == 1
+    assert plan.host.slow_calls == 0
 
 
 def test_few_ways_are_types():

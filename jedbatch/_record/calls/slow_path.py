@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.core import Tracer
 from jax.extend.core import take_current_trace
-from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
 from jedbatch._graph.operations import CallSpec
@@ -191,7 +190,7 @@ def _prepared(
     if lifted:
         identity = identity, lifted.arithmetic.key
     if recorder.grouping is None:
-        _make_values(recorder, (identity, options, tree_key(tree)), leaves, tree)
+        _make_values(recorder, (identity, options, tree_key(tree)), leaves)
     slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
     asked: list[Asked] = []
 
@@ -287,17 +286,10 @@ def cell_call_spec(
     return call_spec, [v.index for v in found.operands]
 
 
-def _make_values(
-    recorder: RecorderLike, cell: Hashable, leaves: list[Leaf], tree: PyTreeDef
-) -> None:
+def _make_values(recorder: RecorderLike, cell: Hashable, leaves: list[Leaf]) -> None:
     """Makes values of shared arrays that are values in other calls (see `SharedOperands`)."""
     registry = recorder.registry
-    places, first = [], 0  # of the leaves that are arguments, not parts of one
-    for argument in tree.children()[0].children():
-        is_leaf = argument.num_leaves and jax.tree_util.treedef_is_leaf(argument)
-        if is_leaf and isinstance(leaves[first], Symbol):
-            places.append(first)
-        first += argument.num_leaves
+    places = [k for k, x in enumerate(leaves) if isinstance(x, Symbol)]
     arguments = [
         (x.index if type(x) is Shared else VALUE, x.aval.shape, x.aval.dtype)
         for x in (leaves[k] for k in places)

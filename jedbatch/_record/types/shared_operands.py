@@ -6,9 +6,9 @@ A cell may get an array of the shared arguments where other calls of it get a va
 
 Which shared arrays a node reads is part of its type, as weights have to be, so that each of these
 would be a type of its own: with three arrays, 16. Where a cell is called in more than a few of such
-ways, arguments that are shared in some calls and values in others are values in all: the array is
-written to a row, by a node without operands. What is shared in every call, or part of a container
-as weights are, stays as it is.
+ways, leaves of its arguments that are shared in some calls and values in others are values in all:
+the array is written to a row, by a node without operands. What is shared in every call, as weights
+are, stays as it is.
 
 Operations outside of cells mean the same: what is done to `params["x"]` and `params["y"]` is
 computed once, a shared value again, which makes types of what reads it. Of a function whose
@@ -146,7 +146,7 @@ class SharedOperands:
 
         Args:
           cell: what its calls have in common.
-          arguments: that are arrays or numbers.
+          arguments: leaves of its arguments that are symbols.
 
         Returns:
           Those that are shared and have to be values.

@@ -513,7 +513,7 @@ look_at_option(FastPath *self, Call *call, PyObject *x)
     }
     if (PyList_CheckExact(x) || PyDict_CheckExact(x) || kind == self->ndarray)
         return look_at(self, call, x, 0);
-    int found = kind == self->result || kind == self->shared ? 0 : look_at_known(self, call, x);
+    int found = kind == self->result ? 0 : look_at_known(self, call, x);
     found = found == 0 ? look_at_symbol(self, call, x) : found;
     return found == 1 ? 1 : -1;
 }
