@@ -19,7 +19,8 @@ Read in this order:
 11. `graph`: Dataflow graphs of instances, as data.
 12. `straight`: Computing calls one after the other, without a program: on arrays, symbols or what
    is traced.
-13. `rewrite`: `rewrite`: a graph with some nodes in place of others.
+13. `rewrite`: `rewrite`: a graph with some nodes in place of others; `with_inputs`: with other
+   inputs.
 14. `degeneracy`: Graphs that hardly batch.
 15. `record`: `Record`: what recording an instance gave.
 16. `structures`: Instances of one structure: those whose graphs differ in the values of their

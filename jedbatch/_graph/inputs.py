@@ -8,12 +8,14 @@ recorded. So `InputColumns` keeps the arrays whole and is cut when somebody asks
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jedbatch._graph.paths import pointers
 from jedbatch._graph.types import LENGTH, ValueType
 
 if TYPE_CHECKING:
@@ -130,6 +132,65 @@ def whole_numbers(inputs: Sequence[InputRows], count: int) -> np.ndarray:
             numbers[first : first + len(chunk)] = chunk.rows
         first += len(chunk)
     return numbers
+
+
+class HeldValues(NamedTuple):
+    """The values of inputs that a graph holds itself (I inputs).
+
+    Attributes:
+      types: value types.
+      values: the values of each type, stacked.
+      which: int64[I], the type of each input; -1 if its value is a part of the instance.
+      row: int64[I], its place among the values of the type.
+    """
+
+    types: tuple[ValueType, ...]
+    values: tuple[np.ndarray, ...]
+    which: np.ndarray
+    row: np.ndarray
+
+    def value(self, number: int) -> np.ndarray:
+        """Returns the value of an input that the graph holds."""
+        rows: np.ndarray = self.values[self.which[number]]
+        return rows[self.row[number]]
+
+
+def held_values(inputs: Sequence[InputRows]) -> HeldValues:
+    """Returns the values that a graph holds for its inputs."""
+    types: dict[ValueType, int] = {}
+    rows: list[list[np.ndarray]] = []
+    which, row = np.full((2, count_inputs(inputs)), -1)
+    first = 0
+    for part in inputs:
+        if part.rows is not None and part.leaf is None:
+            number = types.setdefault(part.type, len(types))
+            if number == len(rows):
+                rows.append([])
+            which[first : first + len(part)] = number
+            rows[number].append(part.rows)
+        first += len(part)
+    for number in range(len(rows)):
+        own = np.flatnonzero(which == number)
+        row[own] = np.arange(len(own))
+    return HeldValues(tuple(types), tuple(map(np.concatenate, rows)), which, row)
+
+
+def chosen_inputs(inputs: Sequence[InputRows], order: np.ndarray) -> tuple[InputRows, ...]:
+    """Returns some inputs in some order, int64[...].
+
+    Parts of one type are not joined: what an instance has must not depend on those beside it.
+    """
+    parts = list(inputs)
+    ends = pointers(np.fromiter(map(len, parts), np.int64, len(parts)))
+    place = np.searchsorted(ends, order, side="right") - 1
+    within = order - ends[place]
+    cuts = np.flatnonzero(np.diff(place, prepend=-1, append=-1)).tolist() if len(order) else []
+    chosen = []
+    for a, b in itertools.pairwise(cuts):
+        part = parts[place[a]]
+        whole = part.rows is None or b - a == len(part)
+        chosen.append(part if whole else replace(part, rows=part.rows[within[a:b]]))
+    return tuple(chosen)
 
 
 def bytes_of_inputs(inputs: Sequence[InputRows]) -> int:

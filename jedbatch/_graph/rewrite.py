@@ -1,11 +1,13 @@
-"""`rewrite`: a graph with some nodes in place of others."""
+"""`rewrite`: a graph with some nodes in place of others; `with_inputs`: with other inputs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows, chosen_inputs
 from jedbatch._graph.paths import pointers, ranges, renumbered
 from jedbatch._graph.types import NodeType
 
@@ -22,6 +24,8 @@ class Rewrite(NamedTuple):
         of the new nodes as V + r.
       value: int64[V], what stands for each old result, likewise; that of a node that stays is
         itself. Of what nobody reads it is anything.
+      rank: int64[N], where old nodes would come if all of them stayed, each within its instance;
+        None if they keep their order. Anchors ascend by it then.
     """
 
     kept: np.ndarray
@@ -30,15 +34,23 @@ class Rewrite(NamedTuple):
     operand_ptr: np.ndarray
     operand: np.ndarray
     value: np.ndarray
+    rank: np.ndarray | None = None
 
 
 def rewrite(graph: Graph, change: Rewrite, types: tuple[NodeType, ...] | None = None) -> Graph:
     """Returns a graph with new nodes in place of some; `types`, if there are more than before."""
     types = graph.types if types is None else types
     results = np.array([t.num_results for t in types], np.int64)
-    kept, before = np.flatnonzero(change.kept), pointers(change.kept)
-    place = before[kept] + np.searchsorted(change.anchor, kept, side="right")
-    new_place = before[change.anchor] + np.arange(len(change.anchor))
+    kept, anchor, counted = np.flatnonzero(change.kept), change.anchor, change.kept
+    kept_rank = kept
+    if change.rank is not None:
+        kept = kept[np.argsort(change.rank[kept])]
+        kept_rank, anchor = change.rank[kept], change.rank[anchor]
+        counted = np.zeros(len(change.kept), bool)
+        counted[kept_rank] = True
+    before = pointers(counted)
+    place = before[kept_rank] + np.searchsorted(anchor, kept_rank, side="right")
+    new_place = before[anchor] + np.arange(len(anchor))
 
     node_type = np.empty(len(kept) + len(new_place), np.int32)
     arity = np.empty(len(node_type), np.int64)
@@ -66,7 +78,39 @@ def rewrite(graph: Graph, change: Rewrite, types: tuple[NodeType, ...] | None = 
         operand_ptr=operand_ptr,
         operand=operand,
         outputs=renumbered(graph.outputs, number),
-        node_ptr=before[graph.node_ptr] + np.searchsorted(change.anchor, graph.node_ptr),
+        node_ptr=before[graph.node_ptr] + np.searchsorted(anchor, graph.node_ptr),
+    )
+
+
+def with_inputs(graph: Graph, new: Sequence[tuple[int, InputRows]] = ()) -> Graph:
+    """Returns a graph without inputs that nobody reads, and with new ones.
+
+    Args:
+      graph: references in it count on from its I inputs to new ones, `-1 - I - k`.
+      new: (instance, inputs), which come after all others of the instance, in this order.
+    """
+    owner = np.repeat(np.arange(graph.num_instances), np.diff(graph.input_ptr))
+    added = [np.full(len(rows), instance) for instance, rows in new]
+    owner = np.concatenate([owner, *added])
+    used = np.zeros(len(owner), bool)
+    for read in (graph.operand, graph.outputs):
+        used[-1 - read[read < 0]] = True
+    if used.all() and not new:
+        return graph
+    order = np.flatnonzero(used)
+    order = order[np.argsort(owner[order], kind="stable")]
+    place = np.zeros(len(owner) + 1, np.int64)  # the last one is that of results
+    place[order] = np.arange(len(order))
+    operand, outputs = (
+        np.where(read < 0, -1 - place[np.maximum(-1 - read, -1)], read).astype(np.int32)
+        for read in (graph.operand, graph.outputs)
+    )
+    return replace(
+        graph,
+        operand=operand,
+        inputs=chosen_inputs([*graph.inputs, *(rows for _, rows in new)], order),
+        outputs=outputs,
+        input_ptr=pointers(np.bincount(owner[order], minlength=graph.num_instances)),
     )
 
 

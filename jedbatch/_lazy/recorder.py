@@ -317,6 +317,7 @@ class LazyRecorder(Recorder):
         counts = self.call_specs, self.references, self.input_group, outputs
         ends = np.array([(0, len(x)) for x in counts])
         graph = without_unread(finish(self.registry, self.written, outputs, ends))
+        graph = self.registry.arities.pad(graph, lambda: self.registry.types)
         avals = [future.aval for future in futures]
         kinds = [(aval.shape, aval.dtype) for aval in avals]
         rows: dict[Any, list[int]] = {}

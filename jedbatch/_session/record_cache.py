@@ -1,11 +1,12 @@
 """`RecordCache`: the graphs of instances that are kept between minibatches."""
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._kernel.target import Target
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
@@ -17,6 +18,7 @@ from jedbatch._record.operations.floats import Floats
 from jedbatch._record.passes.fuse import GRANULARITIES, Blocks
 from jedbatch._record.passes.lists import StackedLists
 from jedbatch._record.passes.readout import Readouts
+from jedbatch._record.run.grouping import Grouping
 from jedbatch._record.types.registry import MAX_READ_STATES, Registry
 from jedbatch._session.merging import Merging
 from jedbatch._session.options import Options
@@ -237,6 +239,16 @@ class RecordCache:
         old = [key for key, record in self.by_key.items() if isinstance(record, RaggedRecord)]
         for key in old:
             del self.by_key[key]
+
+    def passes(self, grouping: Grouping | None) -> list[Callable[[Graph], Graph]]:
+        """Returns the passes over graphs of instances, given what merges their nodes."""
+
+        def pad(graph: Graph) -> Graph:
+            return self.registry.arities.pad(graph, lambda: self.registry.types)
+
+        if grouping is not None or self.lists is None or self.readouts is None:
+            return [pad]
+        return [self.lists.merge, pad, self.readouts.merge]
 
     @property
     def revision(self) -> int:

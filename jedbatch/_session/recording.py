@@ -298,7 +298,6 @@ class Recording:
         def record(
             grouping: Grouping | None, read: Any = None, types: Any = None, only: Any = slice(None)
         ) -> Any:
-            finished = None if cache.readouts is None else cache.readouts.merge
             return trace(
                 self.fn,
                 cache.registry,
@@ -308,8 +307,7 @@ class Recording:
                 grouping,
                 read,
                 types,
-                lists=cache.lists,
-                finished=finished,
+                passes=cache.passes(grouping),
                 numbers=numbers[only],
             )
 

@@ -16,10 +16,12 @@ from cases.helpers import (
 from flax import linen, nnx
 
 import jedbatch
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers
+from jedbatch._graph.types import LENGTH, NodeType
 from jedbatch._record.passes import call_sites
 from jedbatch._record.passes.known import _first_keys
-from jedbatch._record.passes.node_arrays import NodeArrays
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 
@@ -449,12 +451,12 @@ def test_what_a_stretch_reads_first_against_one_node_after_the_other():
     for _ in range(60):
         count, num_inputs = int(rng.integers(1, 30)), int(rng.integers(1, 9))
         arity = np.where(rng.random(count) < 0.05, 60, rng.integers(6, size=count))
-        start, ptr = pointers(rng.integers(1, 3, count)), pointers(arity)
-        reader = np.arange(count).repeat(arity)
-        operand = rng.integers(-num_inputs, start[reader])
-        inputs, of_nodes = [0] * num_inputs, [np.zeros(count, int)] * 4
-        nodes = NodeArrays(*of_nodes, ptr, operand, start, inputs, inputs, [], [])
-        for n, key in enumerate(_first_keys(nodes)):
+        num_results, ptr = rng.integers(1, 3, count), pointers(arity)
+        operand = rng.integers(-num_inputs, pointers(num_results)[np.arange(count).repeat(arity)])
+        types = tuple([NodeType("none", results=(LENGTH,) * (k + 1)) for k in range(2)])
+        inputs = (InputRows(LENGTH, np.zeros(num_inputs, np.int32)),)
+        graph = Graph(types, num_results - 1, ptr, operand, inputs)
+        for n, key in enumerate(_first_keys(graph)):
             places: dict[int, int] = {}
             own = operand[ptr[n] : ptr[n + 1]].tolist()
             for value in own:

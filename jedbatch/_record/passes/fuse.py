@@ -52,14 +52,14 @@ import jax
 import numpy as np
 
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.paths import pointers
+from jedbatch._graph.rewrite import Rewrite, rewrite, with_inputs
 from jedbatch._graph.straight import inputs_of, straight
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._record.passes.call_sites import Sites, Unit
-from jedbatch._record.passes.known import KnownStretches, Parsed, Stretch, relative
-from jedbatch._record.passes.node_arrays import NodeArrays
+from jedbatch._record.passes.known import KnownStretches, Numbers, Parsed, Stretch, relative
 from jedbatch._record.passes.tokens import Tokens
-from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.types.registry import CallSpec, Registry
 from jedbatch._support.types import Leaf
 
@@ -116,18 +116,6 @@ class Part(NamedTuple):
     values: tuple[int, ...]
 
 
-class Merged(NamedTuple):
-    """Nodes as a recorder writes them (see `Recorder.written`), what is returned, and the ends."""
-
-    columns: tuple[Any, ...]
-    outputs: list[int]
-    ends: list[tuple[int, ...]]
-
-    def written(self) -> tuple[tuple[Any, ...], list[int], list[tuple[int, ...]]]:
-        """Returns all three."""
-        return self.columns, self.outputs, self.ends
-
-
 class Blocks:
     """Merges what always runs together: `granularity="auto"`.
 
@@ -154,31 +142,31 @@ class Blocks:
         """Returns what gives call sites; None while blocks are found without them."""
         return self._sites.here if self._needs_sites else None
 
-    def group(
-        self, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
-    ) -> Merged | None:
+    def group(self, graph: Graph, sites: Sequence[tuple[int, bool]]) -> Graph | None:
         """Returns the recorded nodes as nodes of blocks; None if it takes call sites."""
         self._sites.release()
-        nodes = NodeArrays.of_recorder(self._registry, recorder, outputs, ends)
-        parsed = self._learn(nodes) if self._needs_sites else self._known.parse(nodes)
+        numbers = Numbers(graph)
+        learns = self._needs_sites
+        parsed = self._learn(graph, sites, numbers) if learns else self._known.parse(graph, numbers)
         if parsed is None:
             self._needs_sites = True
             return None
-        self._note_leaving(nodes, parsed.starts, parsed.parts)
-        return self._merge(nodes, *parsed)
+        self._note_leaving(graph, parsed.starts, parsed.parts)
+        return self._merge(graph, *parsed)
 
-    def _learn(self, nodes: NodeArrays) -> Parsed:
+    def _learn(self, graph: Graph, sites: Sequence[tuple[int, bool]], numbers: Numbers) -> Parsed:
         """Cuts nodes by their call sites, and finds out whether these are needed again."""
-        tokens = self._tokens.learn(nodes)
+        tokens = self._tokens.learn(graph, sites, numbers)
         changed = self._registry.assumptions.version("same numbers")
         if changed != self._numbers_changed or len(self._stretches) > MANY_STRETCHES:
             self._stretches.clear()
             self._known = KnownStretches()
             self._numbers_changed = changed
-        starts = self._tokens.cut(tokens, nodes)
-        parts, reads = self._parts(nodes, tokens, starts)
+        starts = self._tokens.cut(tokens, graph)
+        site = np.array(sites, np.int64).reshape(-1, 2)[:, 0]
+        parts, reads = self._parts(graph, site, tokens, starts)
         if not self._known.is_ambiguous:
-            without = self._known.parse(nodes)
+            without = self._known.parse(graph, numbers)
             self._needs_sites = without is None or without.starts != starts
         return Parsed(starts, parts, reads)
 
@@ -202,10 +190,11 @@ class Blocks:
     # --- finding blocks ---
 
     def _parts(
-        self, nodes: NodeArrays, tokens: np.ndarray, starts: list[int]
+        self, graph: Graph, site: np.ndarray, tokens: np.ndarray, starts: list[int]
     ) -> tuple[list[list[Part] | None], list[list[int]]]:
         """(the parts of each stretch, None for a single node; what each reads from outside)."""
-        operand, ptr, first = nodes.operand.tolist(), nodes.ptr.tolist(), nodes.start.tolist()
+        operand, ptr = graph.operand.tolist(), graph.operand_ptr.tolist()
+        first = graph.value_ptr.tolist()
         data, width = tokens.tobytes(), tokens.itemsize
         parts: list[list[Part] | None] = []
         outside: list[list[int]] = []
@@ -215,19 +204,20 @@ class Blocks:
             reads = relative(read, first[a], external)
             key = data[a * width : b * width], tuple(reads)
             if key not in self._stretches:
-                new = self._find_parts(nodes, tokens, a, b, reads) if b - a > 1 else None
+                several = b - a > 1
+                new = self._find_parts(graph, site, tokens, a, b, reads) if several else None
                 self._stretches[key] = new
-                self._note_known(nodes, a, b, reads, new)
+                self._note_known(graph, a, b, reads, new)
             stretch = self._stretches[key]
             parts.append(stretch)
             outside.append(read if stretch is None else list(external))
         return parts, outside
 
     def _note_known(
-        self, nodes: NodeArrays, begin: int, end: int, reads: list[int], parts: list[Part] | None
+        self, graph: Graph, begin: int, end: int, reads: list[int], parts: list[Part] | None
     ) -> None:
         """Makes a stretch known by what it computes."""
-        ptr = nodes.ptr[begin : end + 1] - nodes.ptr[begin]
+        ptr = graph.operand_ptr[begin : end + 1] - graph.operand_ptr[begin]
         numbers = []
         for part in parts or ():
             written = iter(part.block.pattern.reads if part.block else ())
@@ -235,24 +225,28 @@ class Blocks:
                 for position in range(int(ptr[n]), int(ptr[n + 1])):
                     read = next(written)
                     if not isinstance(read, int):
-                        kind, number = read
-                        numbers.append((position, self._registry.value_types[kind].dtype, number))
+                        numbers.append((position, read[1]))
         stretch = Stretch(parts, tuple(numbers))
-        types = nodes.node_type[begin:end].tolist()
+        types = graph.node_type[begin:end].tolist()
         self._known.add(types, np.diff(ptr).tolist(), reads, stretch)
 
     def _find_parts(
-        self, nodes: NodeArrays, tokens: np.ndarray, begin: int, end: int, reads: list[int]
+        self,
+        graph: Graph,
+        site: np.ndarray,
+        tokens: np.ndarray,
+        begin: int,
+        end: int,
+        reads: list[int],
     ) -> list[Part]:
         """Cuts a stretch into what depends on each other.
 
         `reads` has what it reads: its own values, and `-1 - 2 * k` or, for an input, `-2 - 2 * k`.
         """
-        origin, start = int(nodes.ptr[begin]), nodes.start[begin : end + 1] - nodes.start[begin]
+        ptr, origin = graph.operand_ptr, int(graph.operand_ptr[begin])
+        start = graph.value_ptr[begin : end + 1] - graph.value_ptr[begin]
         maker = np.repeat(np.arange(end - begin), np.diff(start)).tolist()
-        operands = [
-            reads[nodes.ptr[n] - origin : nodes.ptr[n + 1] - origin] for n in range(begin, end)
-        ]
+        operands = [reads[ptr[n] - origin : ptr[n + 1] - origin] for n in range(begin, end)]
         connected: UnionFind[int] = UnionFind()
         for n, read in enumerate(operands):
             for r in read:
@@ -269,10 +263,10 @@ class Blocks:
                 parts.append(Part(tuple(part), None, tuple(outside), tuple(values)))
                 continue
             slots = {v: k for k, v in enumerate(values)}
-            pattern, read_once, kinds = self._pattern(nodes, tokens, begin, part, operands, slots)
+            pattern, read_once, kinds = self._pattern(graph, tokens, begin, part, operands, slots)
             block = self._blocks.get(pattern)
             if block is None:
-                sites = nodes.site[[begin + n for n in part]].tolist()
+                sites = site[[begin + n for n in part]].tolist()
                 code = self._sites.function(sites)
                 name = "block" if code is None else code.co_name
                 units = Counter(map(self._sites.unit, sites))
@@ -281,10 +275,10 @@ class Blocks:
         return parts
 
     def _pattern(
-        self, nodes: NodeArrays, tokens: np.ndarray, begin: int, part, operands, slots
+        self, graph: Graph, tokens: np.ndarray, begin: int, part, operands, slots
     ) -> tuple[Pattern, tuple[int, ...], tuple[int, ...]]:
         """(what nodes of a stretch compute, what they read from outside, value types of that)."""
-        types = tuple(nodes.node_type[[begin + n for n in part]].tolist())
+        types = tuple(graph.node_type[[begin + n for n in part]].tolist())
         once: dict[int, int] = {}
         kinds: list[int] = []
         written: list[Any] = []
@@ -306,7 +300,7 @@ class Blocks:
         return Pattern(types, tuple(written)), tuple(once), tuple(kinds)
 
     def _note_leaving(
-        self, nodes: NodeArrays, starts: list[int], parts: Sequence[list[Part] | None]
+        self, graph: Graph, starts: list[int], parts: Sequence[list[Part] | None]
     ) -> None:
         """Notes which values of blocks instances return, or other parts read."""
         part_of = np.repeat(np.arange(len(parts)), np.diff(starts))
@@ -316,13 +310,13 @@ class Blocks:
                 for part in stretch:
                     part_of[[starts[k] + n for n in part.nodes]] = total
                     total += 1
-        outside = np.zeros(len(nodes.maker), bool)
-        outside[[v for v in nodes.outputs if v >= 0]] = True
-        inner = np.flatnonzero(nodes.operand >= 0)
-        values = nodes.operand[inner]
-        apart = part_of[nodes.maker[values]] != part_of[nodes.reader[inner]]
+        outside = np.zeros(graph.num_values, bool)
+        outside[graph.outputs[graph.outputs >= 0]] = True
+        inner = np.flatnonzero(graph.operand >= 0)
+        values = graph.operand[inner]
+        apart = part_of[graph.value_node[values]] != part_of[graph.operand_reader[inner]]
         outside[values[apart]] = True
-        leaves, first = outside.tobytes(), nodes.start.tolist()
+        leaves, first = outside.tobytes(), graph.value_ptr.tolist()
         seen: set[tuple] = set()
         for a, b, stretch in zip(starts, starts[1:], parts, strict=False):
             if stretch is None:
@@ -340,53 +334,42 @@ class Blocks:
 
     def _merge(
         self,
-        nodes: NodeArrays,
+        graph: Graph,
         starts: list[int],
         parts: Sequence[list[Part] | None],
         outside: Sequence[list[int]],
-    ) -> Merged:
+    ) -> Graph:
         """Returns the nodes with each block as one node."""
-        place = [0] * len(nodes.maker)
-        recorded, first = nodes.call_spec.tolist(), nodes.start.tolist()
-        call_specs: list[int] = []
-        references: list[int] = []
-        num_values = 0
-        done = {}  # by node: how many nodes and references there are before it
-        for a, b, stretch, read in zip(starts, starts[1:], parts, outside, strict=False):
-            done[a] = len(call_specs), len(references)
-            begin = first[a]
-            if stretch is None:
-                call_specs.append(recorded[a])
-                references += read
-                for v in range(begin, first[b]):
-                    place[v] = num_values
-                    num_values += 1
-                continue
-            for part in stretch:
+        kept = np.ones(len(graph.node_type), bool)
+        first, num_values = graph.value_ptr.tolist(), graph.num_values
+        merged: list[int] = []  # the nodes of blocks
+        anchor: list[int] = []
+        node_type: list[int] = []
+        arity: list[int] = []
+        operand: list[int] = []
+        left: list[int] = []  # the values that leave blocks, in the order of results of these
+        for a, stretch, read in zip(starts, parts, outside, strict=False):
+            for part in stretch or ():
                 if part.block is None:
-                    call_specs.append(recorded[a + part.nodes[0]])
-                    leaving = (1 << len(part.values)) - 1
-                elif leaving := part.block.leaving:
-                    call_spec = part.block.call_specs.get(leaving)
-                    if call_spec is None:
-                        call_spec = self._call_spec(part.block)
-                    call_specs.append(call_spec.node_type)
-                else:  # it is never read
                     continue
-                references += [read[k] for k in part.operands]
-                for k, v in enumerate(part.values):
-                    if leaving >> k & 1:
-                        place[begin + v] = num_values
-                        num_values += 1
-        done[starts[-1]] = len(call_specs), len(references)
-        all_ends: list[tuple[int, ...]] = [(*done[n], i, o) for n, i, o in nodes.ends]
-        columns = (
-            call_specs,
-            [place[r] if r >= 0 else r for r in references],
-            nodes.input_group,
-            nodes.input_value,
-        )
-        return Merged(columns, [place[r] if r >= 0 else r for r in nodes.outputs], all_ends)
+                merged += [a + n for n in part.nodes]
+                leaving = part.block.leaving
+                if not leaving:  # it is never read
+                    continue
+                call_spec = part.block.call_specs.get(leaving)
+                if call_spec is None:
+                    call_spec = self._call_spec(part.block)
+                anchor.append(a + part.nodes[0])
+                node_type.append(call_spec.node_type)
+                arity.append(len(part.operands))
+                operand += [read[k] for k in part.operands]
+                left += [first[a] + v for k, v in enumerate(part.values) if leaving >> k & 1]
+        kept[merged] = False
+        value = np.arange(num_values)
+        value[left] = num_values + np.arange(len(left))
+        new = np.array(node_type, np.int32), pointers(np.array(arity, np.int64))
+        change = Rewrite(kept, np.array(anchor, np.int64), *new, np.array(operand, np.int64), value)
+        return with_inputs(rewrite(graph, change, self._registry.types))
 
     def _call_spec(self, block: Block) -> CallSpec:
         """Returns how to record a block of which some values leave."""

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jedbatch._record.passes.node_arrays import NodeArrays
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import held_values
+from jedbatch._jaxpr.storage import is_key
 
 MANY_OPERANDS = 48  # of a node, which are more than bits of a float
 
@@ -24,11 +26,11 @@ class Stretch(NamedTuple):
 
     Attributes:
       parts: what it is cut into; None for a single node.
-      numbers: those written into it: which of the operands of all nodes, dtype, and its bytes.
+      numbers: those written into it: which of the operands of all nodes, and its bytes.
     """
 
     parts: Any
-    numbers: tuple[tuple[int, Any, bytes], ...]
+    numbers: tuple[tuple[int, bytes], ...]
 
 
 class Parsed(NamedTuple):
@@ -43,6 +45,33 @@ class Parsed(NamedTuple):
     starts: list[int]
     parts: list[Any]
     outside: list[list[int]]
+
+
+class Numbers:
+    """The numbers among the inputs of a graph.
+
+    Attributes:
+      which: int64[I], equal for inputs that are the same number; -1 of those that are none.
+    """
+
+    def __init__(self, graph: Graph):
+        held = held_values(graph.inputs)
+        self.which = np.full(graph.num_inputs, -1)
+        self._bytes: list[bytes] = []
+        for c, (kind, values) in enumerate(zip(held.types, held.values, strict=True)):
+            if kind.shape != () or is_key(kind.dtype):
+                continue
+            size = kind.dtype.itemsize
+            raw = np.ascontiguousarray(values).view(f"u{size}" if size <= 8 else f"V{size}")
+            distinct, inverse = np.unique(raw, return_inverse=True)
+            own = held.which == c
+            self.which[own] = len(self._bytes) + inverse[held.row[own]]
+            self._bytes += [x.tobytes() for x in distinct]
+
+    def bytes_of(self, number: int) -> bytes | None:
+        """Returns an input as bytes; None if it is no number."""
+        which = self.which[number]
+        return self._bytes[which] if which >= 0 else None
 
 
 class KnownStretches:
@@ -73,14 +102,18 @@ class KnownStretches:
         old = place.setdefault(None, new)
         self.is_ambiguous |= old.numbers != new.numbers or _blocks(old) != _blocks(new)
 
-    def parse(self, nodes: NodeArrays) -> Parsed | None:
-        """Returns nodes as known stretches, the longest first; None if there are others."""
-        types, ptr, first = nodes.node_type.tolist(), nodes.ptr.tolist(), nodes.start.tolist()
-        operand, root, keys = nodes.operand.tolist(), self._root, _first_keys(nodes)
+    def parse(self, graph: Graph, numbers: Numbers) -> Parsed | None:
+        """Returns nodes as known stretches, the longest first; None if there are others.
+
+        `numbers` are those that enter the graph.
+        """
+        types, ptr = graph.node_type.tolist(), graph.operand_ptr.tolist()
+        first, operand = graph.value_ptr.tolist(), graph.operand.tolist()
+        root, keys = self._root, _first_keys(graph)
         starts: list[int] = []
         parts: list[Any] = []
         outside: list[list[int]] = []
-        for (begin, _, _), (end, _, _) in itertools.pairwise(nodes.ends):
+        for begin, end in itertools.pairwise(graph.node_ptr.tolist()):
             while begin < end:
                 place, n, found = root, begin, None
                 external: dict[int, int] = {}
@@ -98,9 +131,8 @@ class KnownStretches:
                     return None
                 n, stretch, num_read = found
                 base = ptr[begin]
-                for position, dtype, number in stretch.numbers:
-                    value = nodes.input_value[~operand[base + position]]
-                    if np.asarray(value, dtype).tobytes() != number:
+                for position, number in stretch.numbers:
+                    if numbers.bytes_of(~operand[base + position]) != number:
                         return None
                 starts.append(begin)
                 parts.append(stretch.parts)
@@ -110,18 +142,18 @@ class KnownStretches:
         return Parsed([*starts, len(types)], parts, outside)
 
 
-def _first_keys(nodes: NodeArrays) -> list[tuple[int, ...]]:
+def _first_keys(graph: Graph) -> list[tuple[int, ...]]:
     """Returns what each node reads, as `relative` has it where a stretch begins with the node."""
-    ptr, reader, operand = nodes.ptr, nodes.reader, nodes.operand
+    ptr, reader, operand = graph.operand_ptr, graph.operand_reader, graph.operand
     arity, position = np.diff(ptr), np.arange(len(operand)) - ptr[reader]
     marks = np.where(operand < 0, 2.0 ** np.minimum(position, MANY_OPERANDS), 0)
     inputs = np.bincount(reader, marks, len(arity)).astype(np.int64)
     keys = list(map(_key_of_different, arity.tolist(), inputs.tolist()))
-    span = len(nodes.maker) + len(nodes.input_group)
-    read = np.sort(reader * span + operand + len(nodes.input_group))
+    span = graph.num_values + graph.num_inputs
+    read = np.sort(reader * span + operand + graph.num_inputs)
     repeats = read[1:][read[1:] == read[:-1]] // max(span, 1)
     for n in {*repeats.tolist(), *np.flatnonzero(arity > MANY_OPERANDS).tolist()}:
-        keys[n] = tuple(relative(operand[ptr[n] : ptr[n + 1]].tolist(), len(nodes.maker), {}))
+        keys[n] = tuple(relative(operand[ptr[n] : ptr[n + 1]].tolist(), graph.num_values, {}))
     return keys
 
 

@@ -1,20 +1,20 @@
-"""Nodes of a recording, and how they are written with some of them as one."""
+"""Nodes of a recording, and how some of them become one."""
 
 import heapq
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows, held_values
+from jedbatch._graph.paths import pointers
+from jedbatch._graph.rewrite import Rewrite, rewrite, with_inputs
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.operations.operators import PICK
-from jedbatch._record.passes.fuse import Merged
-from jedbatch._record.passes.node_arrays import NodeArrays
 from jedbatch._record.types.list_cells import LONG
 from jedbatch._record.types.registry import CallSpec, Registry
-from jedbatch._support.types import Leaf
 
 
 class ListRegion(NamedTuple):
@@ -45,24 +45,26 @@ class RecordedNodes:
     """Nodes of a recording, some of which stack lists.
 
     Attributes:
-      nodes: as arrays; `ptr`, `operand`, `start`, `maker` and `node_type` are those, as lists.
+      graph: of them; `ptr`, `operand`, `start`, `maker` and `node_type` are its arrays, as lists.
+      inputs: the values of its inputs.
       stacks: the nodes that stack a list, in order.
       returned: the values that instances return.
       readers: the nodes that read a value, by value.
       input_kind: the type of each input that is found to have a row for each element of a list.
     """
 
-    def __init__(self, registry: Registry, nodes: NodeArrays, stacks: Sequence[int]):
-        self.nodes = nodes
+    def __init__(self, registry: Registry, graph: Graph, stacks: Sequence[int]):
+        self.graph = graph
+        self.inputs = held_values(graph.inputs)
         self.registry = registry
         self.stacks = dict.fromkeys(stacks)
-        self.ptr, self.operand = nodes.ptr.tolist(), nodes.operand.tolist()
-        self.start, self.maker = nodes.start.tolist(), nodes.maker.tolist()
-        self.node_type = nodes.node_type.tolist()
-        self.returned = {v for v in nodes.outputs if v >= 0}
+        self.ptr, self.operand = graph.operand_ptr.tolist(), graph.operand.tolist()
+        self.start, self.maker = graph.value_ptr.tolist(), graph.value_node.tolist()
+        self.node_type = graph.node_type.tolist()
+        self.returned = {v for v in graph.outputs.tolist() if v >= 0}
         self.input_kind: dict[int, ValueType] = {}
         self.readers: dict[int, list[int]] = {}
-        for n, r in zip(nodes.reader.tolist(), self.operand, strict=True):
+        for n, r in zip(graph.operand_reader.tolist(), self.operand, strict=True):
             if r >= 0:
                 self.readers.setdefault(r, []).append(n)
 
@@ -89,8 +91,8 @@ class RecordedNodes:
 
     def is_given(self, reference: int) -> bool:
         """Returns whether an input is an array that is at hand, whose rows can be inputs."""
-        how, kind, *_ = self.registry.groups[self.nodes.input_group[~reference]]
-        return how == "value" and not is_key(self.registry.value_types[kind].dtype)
+        which = self.inputs.which[~reference]
+        return bool(which >= 0) and not is_key(self.inputs.types[which].dtype)
 
     def leaves(self, value: int, inside: set[int]) -> bool:
         """Returns whether a value of some nodes is read elsewhere or returned."""
@@ -99,7 +101,10 @@ class RecordedNodes:
     def picks(self, node: int) -> bool:
         """Returns whether a node is `value[i]` with a number, of a value with few rows."""
         picked = self.registry.node_types[self.node_type[node]]
-        if picked.name != PICK or len(picked.operands) != 2 or self.reads(node)[1] >= 0:
+        if picked.name != PICK or len(picked.operands) != 2:
+            return False
+        index = self.reads(node)[1]
+        if index >= 0 or self.inputs.which[~index] < 0:
             return False
         rows = picked.operands[0].shape
         operation, *_ = operation_of(picked).key
@@ -137,50 +142,69 @@ class RecordedNodes:
         stuck = [r.group for r in regions if waits[r.nodes[-1]]]
         return self.ordered(begin, end, [r for r in regions if r.group != stuck[-1]])
 
-    def written(self, order: Sequence[int | ListRegion], instance_ends: Sequence[int]) -> Merged:
-        """Returns nodes and regions in some order; `instance_ends` counts those of instances."""
-        place: dict[int, int] = {}  # of values, by the number that they had
-        first_row: dict[int, int] = {}  # the place of the first row of those whose rows are results
-        num_values = 0
+    def merged(self, order: Sequence[int | ListRegion]) -> Graph:
+        """Returns nodes and regions in some order, each in its instance, as nodes."""
+        graph = self.graph
+        kept = np.ones(len(graph.node_type), bool)
+        rank = np.arange(len(kept))
+        value = list(range(graph.num_values))
+        first_row: dict[int, int] = {}  # the first row of values whose rows are results
         unread = self._unread_stacks([unit for unit in order if isinstance(unit, ListRegion)])
-        call_specs: list[int] = []
-        references: list[int] = []
-        inputs = _Inputs(self.registry, self.nodes)
-        outputs: list[int] = []
-        recorded = self.nodes.call_spec.tolist()
-        counts: list[tuple[int, ...]] = [(0, 0, 0, 0)]
-        for n, (begin, end) in enumerate(itertools.pairwise(instance_ends)):
-            inputs.begin(n)
-            for unit in order[begin:end]:
-                if isinstance(unit, ListRegion):
-                    read, left = unit.read, unit.left
-                    call_specs.append(unit.call_spec.node_type)
-                    for v in unit.unstacked:
-                        first_row[v] = num_values
-                        num_values += unit.length
-                elif unit in unread:
-                    read, left = [], []
-                elif (row := self._picked(unit, place, first_row, unread, inputs)) is not None:
-                    place[self.start[unit]] = row
-                    read, left = [], []
+        num_values = graph.num_values
+        new_rows = _NewRows(self)
+        anchor: list[int] = []
+        node_type: list[int] = []
+        arity: list[int] = []
+        operand: list[int] = []
+        for place, unit in zip(self._places(order), order, strict=True):
+            if not isinstance(unit, ListRegion):
+                rank[unit] = place
+                row = self._picked(unit, value, first_row, unread)
+                kept[unit] = row is None and unit not in unread
+                if row is not None:
+                    value[self.start[unit]] = row
+                continue
+            kept[unit.nodes] = False
+            rank[unit.nodes[-1]] = place
+            anchor.append(unit.nodes[-1])
+            node_type.append(unit.call_spec.node_type)
+            arity.append(len(unit.read))
+            for r in unit.read:
+                if not isinstance(r, tuple):
+                    operand.append(value[r] if r >= 0 else r)
+                elif r[0] >= 0:
+                    operand.append(first_row[r[0]] + r[1])
                 else:
-                    read, left = list(self.reads(unit)), list(self.values(unit))
-                    call_specs.append(recorded[unit])
-                for r in read:
-                    if not isinstance(r, tuple):
-                        references.append(place[r] if r >= 0 else inputs.moved(r))
-                    elif r[0] >= 0:
-                        references.append(first_row[r[0]] + r[1])
-                    else:
-                        references.append(inputs.row(*r, self.input_kind[r[0]]))
-                place.update(zip(left, itertools.count(num_values), strict=False))
-                num_values += len(left)
-            (*_, first), (*_, last) = self.nodes.ends[n : n + 2]
-            returned = self.nodes.outputs[first:last]
-            outputs += [place[r] if r >= 0 else inputs.moved(r) for r in returned]
-            counts.append((len(call_specs), len(references), len(inputs.group), len(outputs)))
-        columns = call_specs, references, inputs.group, inputs.value
-        return Merged(columns, outputs, counts)
+                    operand.append(new_rows.row(*r))
+            for v in unit.unstacked:
+                first_row[v] = num_values
+                num_values += unit.length
+            for v in unit.left:
+                value[v] = num_values
+                num_values += 1
+        change = Rewrite(
+            kept,
+            np.array(anchor, np.int64),
+            np.array(node_type, np.int32),
+            pointers(np.array(arity, np.int64)),
+            np.array(operand, np.int64),
+            np.array(value, np.int64),
+            rank,
+        )
+        return with_inputs(rewrite(graph, change, self.registry.types), new_rows.added)
+
+    def _places(self, order: Sequence[int | ListRegion]) -> Iterator[int]:
+        """Yields a place for each unit, ascending, among those of the nodes of its instance."""
+        place = 0
+        ends = iter(self.graph.node_ptr.tolist())
+        begin = end = next(ends)
+        for unit in order:
+            last = unit.nodes[-1] if isinstance(unit, ListRegion) else unit
+            while last >= end:
+                begin, end = end, next(ends)
+                place = begin
+            yield place
+            place += 1
 
     def _unread_stacks(self, regions: Sequence[ListRegion]) -> set[int]:
         """Returns the stacks that nobody reads as a whole: regions read their elements."""
@@ -206,56 +230,45 @@ class RecordedNodes:
     def _picked(
         self,
         node: int,
-        place: dict[int, int],
+        value: Sequence[int],
         first_row: dict[int, int],
         unread: set[int],
-        inputs: "_Inputs",
     ) -> int | None:
-        """Returns where the row is that `value[i]` gives, if it is a value by itself."""
+        """Returns what stands for the row that `value[i]` gives, if it is a value by itself."""
         if not self.picks(node):
             return None
-        value, row = self.reads(node)
-        number = self.nodes.input_value[~row]
-        if value in first_row:
-            return first_row[value] + number
-        if value >= 0 and self.maker[value] in unread:
-            element = self.reads(self.maker[value])[number]
-            return place[element] if element >= 0 else inputs.moved(element)
+        of, row = self.reads(node)
+        number = int(self.inputs.value(~row))
+        if of in first_row:
+            return first_row[of] + number
+        if of >= 0 and self.maker[of] in unread:
+            element = self.reads(self.maker[of])[number]
+            return value[element] if element >= 0 else element
         return None
 
 
-class _Inputs:
-    """The inputs of instances, some of which are given by their rows.
+class _NewRows:
+    """Rows of inputs that become inputs.
 
     Attributes:
-      group, value: as a recorder has them.
+      added: as `with_inputs` takes them.
     """
 
-    def __init__(self, registry: Registry, nodes: NodeArrays):
-        self.group: list[int] = []
-        self.value: list[Leaf] = []
-        self._registry = registry
-        self._nodes = nodes
-        self._down = 0  # how much later than before inputs of this instance are
-        self._first_row: dict[int, int] = {}
+    def __init__(self, recorded: RecordedNodes):
+        self._recorded = recorded
+        self._first: dict[int, int] = {}
+        self._next = -1 - recorded.graph.num_inputs
+        self.added: list[tuple[int, InputRows]] = []
 
-    def begin(self, instance: int) -> None:
-        """Adds the inputs of the next instance."""
-        first, last = (i for _, i, _ in self._nodes.ends[instance : instance + 2])
-        self._down = len(self.group) - first
-        self.group += self._nodes.input_group[first:last]
-        self.value += self._nodes.input_value[first:last]
-
-    def moved(self, reference: int) -> int:
-        """Returns how an input of this instance is referred to now."""
-        return reference - self._down
-
-    def row(self, reference: int, row: int, kind: ValueType) -> int:
-        """Returns how to refer to a row of an input of this instance, of some type."""
-        if reference not in self._first_row:
-            self._first_row[reference] = len(self.group)
-            rows = np.asarray(self._nodes.input_value[~reference])
-            of_row = self._registry.value_type(kind.shape[1:], kind.dtype, kind.weak)
-            self.group += [self._registry.group("value", of_row)] * len(rows)
-            self.value += rows.tolist() if rows.ndim == 1 else list(rows)
-        return -1 - self._first_row[reference] - row
+    def row(self, reference: int, row: int) -> int:
+        """Returns how to refer to a row of an input."""
+        if reference not in self._first:
+            recorded = self._recorded
+            rows = recorded.inputs.value(~reference)
+            kind = recorded.input_kind[reference]
+            owner = int(np.searchsorted(recorded.graph.input_ptr, ~reference, side="right")) - 1
+            of_row = ValueType(kind.shape[1:], kind.dtype, kind.weak)
+            self.added.append((owner, InputRows(of_row, rows)))
+            self._first[reference] = self._next
+            self._next -= len(rows)
+        return self._first[reference] - row

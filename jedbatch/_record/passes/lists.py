@@ -35,15 +35,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jedbatch._graph.graph import Graph
+from jedbatch._graph.prune import without_unread
 from jedbatch._graph.types import NodeType
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._record.passes.fuse import Merged, Pattern, pattern_call
+from jedbatch._record.passes.fuse import Pattern, pattern_call
 from jedbatch._record.passes.list_axes import ListAxes, has_extent
 from jedbatch._record.passes.list_regions import ListRegion, RecordedNodes
 from jedbatch._record.passes.list_uses import Use, find_uses
-from jedbatch._record.passes.node_arrays import NodeArrays
-from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.types.list_cells import LONG
 from jedbatch._record.types.registry import CallSpec, Registry
 from jedbatch._record.types.shared_operands import STACKS
@@ -89,18 +89,15 @@ class StackedLists:
         )
         self.axes = ListAxes(registry)
 
-    def merge(
-        self, recorder: Recorder, outputs: list[int], ends: Sequence[tuple[int, ...]]
-    ) -> Merged | None:
-        """Returns recorded nodes with those of lists as one node each; None if nothing changes."""
+    def merge(self, graph: Graph) -> Graph:
+        """Returns a graph of recorded nodes with those of lists as one node each."""
         self._look()
         many = [t for t, family in self._family.items() if self._is_many(family)]
         if not many:
-            return None
-        nodes = NodeArrays.of_recorder(self.registry, recorder, outputs, ends)
-        nodes = nodes.without_unread()
-        stacks = np.flatnonzero(np.isin(nodes.node_type, many))
-        return _Merging(self, nodes, stacks).merged() if len(stacks) else None
+            return graph
+        read = without_unread(graph)
+        stacks = np.flatnonzero(np.isin(read.node_type, many))
+        return (_Merging(self, read, stacks).regions_merged() if len(stacks) else None) or graph
 
     def _is_many(self, family: Hashable) -> bool:
         """Returns whether stacks have been met that differ in length."""
@@ -287,16 +284,16 @@ class _Merging(RecordedNodes):
       each_of: the rows of each element along it, by value.
     """
 
-    def __init__(self, lists: StackedLists, nodes: NodeArrays, stacks: np.ndarray):
-        super().__init__(lists.registry, nodes, stacks.tolist())
+    def __init__(self, lists: StackedLists, graph: Graph, stacks: np.ndarray):
+        super().__init__(lists.registry, graph, stacks.tolist())
         self.lists = lists
         self.sorted_stacks = stacks.tolist()
         self.axis_of: dict[int, int] = {}
         self.each_of: dict[int, int] = {}
 
-    def merged(self) -> Merged | None:
+    def regions_merged(self) -> Graph | None:
         """Returns the nodes, with those of a region as one; None if there is no region."""
-        instances = list(itertools.pairwise([n for n, _, _ in self.nodes.ends]))
+        instances = list(itertools.pairwise(self.graph.node_ptr.tolist()))
         by_extents = [self._groups(a, b) for a, b in instances]
         for group in itertools.chain.from_iterable(by_extents):
             self.lists.note_uses(group.stacks, len(group.uses))
@@ -307,14 +304,12 @@ class _Merging(RecordedNodes):
                 self.lists.note(template, group.length)
         templates = self.lists.templates
         order: list[int | ListRegion] = []
-        ends = [0]
         for (a, b), groups in zip(instances, by_extents, strict=True):
             regions = self._accepted(a, b, groups, templates)
             order += self.ordered(a, b, regions)
-            ends.append(len(order))
         if not any(isinstance(unit, ListRegion) for unit in order):
             return None
-        return self.written(order, ends)
+        return self.merged(order)
 
     def _accepted(
         self, begin: int, end: int, groups: Sequence[_Group], templates: Sequence[ListTemplate]

@@ -14,13 +14,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from jedbatch._graph.graph import Graph
 from jedbatch._graph.types import operation_of
-from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.operations.operators import PICK
 from jedbatch._record.passes.call_sites import Sites
-from jedbatch._record.passes.node_arrays import NodeArrays
+from jedbatch._record.passes.known import Numbers
 from jedbatch._record.types.registry import Registry
-from jedbatch._support.types import Dtype
 
 START, END, ELSEWHERE = -1, -2, -3
 MAX_DISTINCT_WAYS = 2  # ways to an operation, or on from it, that may be told apart
@@ -40,10 +39,9 @@ class Tokens:
         self._many_ways: set[int] = set()
         self._edges: set[tuple[int, int]] = set()  # of tokens
         self._joins: dict[int, bool] = {}
-        self._picked: dict[tuple, int] = {}
+        self._picked: dict[tuple, bytes | None] = {}
         self._varying: set[tuple[int, int]] = set()
         self._numbers: dict[tuple[int, int], bytes | None] = {}  # None once they vary
-        self._number_types: list[Dtype | None] = []  # of every group of inputs that holds numbers
 
     def number(self, token: int, position: int) -> bytes | None:
         """Returns the number that an operand has always been, as bytes; None if it varies."""
@@ -51,26 +49,36 @@ class Tokens:
 
     # --- learning ---
 
-    def learn(self, nodes: NodeArrays) -> np.ndarray:
-        """int64[N], the tokens of nodes; notes what follows what, and which numbers vary."""
+    def learn(
+        self, graph: Graph, sites: Sequence[tuple[int, bool]], numbers: Numbers
+    ) -> np.ndarray:
+        """int64[N], the tokens of nodes; notes what follows what, and which numbers vary.
+
+        Args:
+          graph: of the nodes.
+          sites: where each was recorded, and whether in the same call of a function as the one
+            before.
+          numbers: that enter the graph.
+        """
+        site, same = np.array(sites, np.int64).reshape(-1, 2).T
+        begins = first_nodes(graph)
         while True:
-            tokens, picks = self._tokens_of(nodes)
-            if not self._find_picks(nodes, tokens, picks):
+            tokens, picks = self._tokens_of(graph, site, numbers)
+            if not self._find_picks(graph, site, numbers, tokens, picks):
                 break
         before = np.concatenate([[START], tokens[:-1]]) if len(tokens) else tokens
-        before[nodes.begins] = START
-        goes_on = nodes.same & (before != START)
+        before[begins] = START
+        goes_on = (same > 0) & (before != START)
         size = len(self._ids)
         for n in _firsts(((before + 1) * size + tokens) * 2 + goes_on):
-            straight = bool(goes_on[n]) and self._sites.onward(
-                int(nodes.site[n - 1]), int(nodes.site[n])
-            )
+            straight = bool(goes_on[n]) and self._sites.onward(int(site[n - 1]), int(site[n]))
             self._follow(int(before[n]), int(tokens[n]), straight)
-        for (a, _, _), (b, _, _) in itertools.pairwise(nodes.ends):
+        for a, b in itertools.pairwise(graph.node_ptr.tolist()):
             self._follow(int(tokens[b - 1]) if b > a else START, END, goes_on=False)
-        self._note_numbers(nodes, tokens)
-        inner = np.flatnonzero(nodes.operand >= 0)
-        pairs = tokens[nodes.maker[nodes.operand[inner]]] * size + tokens[nodes.reader[inner]]
+        self._note_numbers(graph, tokens, numbers)
+        inner = np.flatnonzero(graph.operand >= 0)
+        maker = graph.value_node[graph.operand[inner]]
+        pairs = tokens[maker] * size + tokens[graph.operand_reader[inner]]
         self._edges.update([divmod(x, size) for x in np.unique(pairs).tolist()])
         self._joins.clear()
         return tokens
@@ -84,10 +92,12 @@ class Tokens:
             if not goes_on:
                 neighbours.add(ELSEWHERE)
 
-    def _tokens_of(self, nodes: NodeArrays) -> tuple[np.ndarray, list[int]]:
+    def _tokens_of(
+        self, graph: Graph, site: np.ndarray, numbers: Numbers
+    ) -> tuple[np.ndarray, list[int]]:
         """(tokens, the nodes that are `value[i]` whose i has not been seen to vary)."""
         num_types = len(self._registry.node_types)
-        places, inverse = np.unique(nodes.site * num_types + nodes.node_type, return_inverse=True)
+        places, inverse = np.unique(site * num_types + graph.node_type, return_inverse=True)
         ids = np.zeros(len(places), np.int64)
         picking = np.zeros(len(places), bool)
         for k, place in enumerate(places.tolist()):
@@ -98,7 +108,7 @@ class Tokens:
         tokens = ids[inverse]
         picks = np.flatnonzero(picking[inverse]).tolist()
         for n in picks:
-            place = int(nodes.site[n]), int(nodes.node_type[n]), self._index(nodes, n)
+            place = int(site[n]), int(graph.node_type[n]), _index(graph, numbers, n)
             tokens[n] = self._ids.setdefault(place, len(self._ids))
         return tokens, picks
 
@@ -106,73 +116,57 @@ class Tokens:
         """True of `value[i]` with a Python number."""
         return operation_of(self._registry.node_types[node_type]).key[0] == PICK
 
-    def _index(self, nodes: NodeArrays, n: int) -> int:
-        """Returns the i of `value[i]`."""
-        return nodes.input_value[~int(nodes.operand[nodes.ptr[n] + 1])]
-
-    def _find_picks(self, nodes: NodeArrays, tokens: np.ndarray, picks: list[int]) -> bool:
+    def _find_picks(
+        self,
+        graph: Graph,
+        site: np.ndarray,
+        numbers: Numbers,
+        tokens: np.ndarray,
+        picks: list[int],
+    ) -> bool:
         """Returns whether there are new places where `value[i]` follows the same with another i."""
         num_varying = len(self._varying)
+        begins = first_nodes(graph)
         for n in picks:
-            place = int(nodes.site[n]), int(nodes.node_type[n])
-            before = START if nodes.begins[n] else int(tokens[n - 1])
-            i = self._index(nodes, n)
+            place = int(site[n]), int(graph.node_type[n])
+            before = START if begins[n] else int(tokens[n - 1])
+            i = _index(graph, numbers, n)
             if place not in self._varying and self._picked.setdefault((before, place), i) != i:
                 self._varying.add(place)
         return len(self._varying) > num_varying
 
-    def _note_numbers(self, nodes: NodeArrays, tokens: np.ndarray) -> None:
+    def _note_numbers(self, graph: Graph, tokens: np.ndarray, numbers: Numbers) -> None:
         """Notes which inputs are the same number wherever a token reads them."""
-        reads = np.flatnonzero(nodes.operand < 0)
+        reads = np.flatnonzero(graph.operand < 0)
         if not len(reads):
             return
-        reader = nodes.reader[reads]
-        position = reads - nodes.ptr[reader]
+        reader = graph.operand_reader[reads]
+        position = reads - graph.operand_ptr[reader]
         size = int(position.max(initial=0)) + 1
-        places, inverse = np.unique(tokens[reader] * size + position, return_inverse=True)
-        order = np.argsort(inverse, kind="stable")
-        counts = np.bincount(inverse, minlength=len(places))
-        by_place = np.split(~nodes.operand[reads[order]], np.cumsum(counts)[:-1])
-        for place, inputs in zip(places.tolist(), by_place, strict=True):
-            where = divmod(place, size)
+        which = ~graph.operand[reads]
+        order = np.lexsort((numbers.which[which], tokens[reader] * size + position))
+        read_by, which = (tokens[reader] * size + position)[order], which[order]
+        cuts = np.flatnonzero(np.diff(read_by, prepend=-1, append=-1))
+        for a, b in itertools.pairwise(cuts.tolist()):
+            where = divmod(int(read_by[a]), size)
             known = self._numbers.get(where, b"")
             if known is None:
                 continue
-            number = self._same_number(nodes, inputs.tolist())
+            is_one = numbers.which[which[a]] == numbers.which[which[b - 1]]
+            number = numbers.bytes_of(int(which[a])) if is_one else None
             if number is None or number != self._numbers.setdefault(where, number):
                 self._registry.assumptions.fail("same numbers", where in self._numbers)
                 self._numbers[where] = None
 
-    def _same_number(self, nodes: NodeArrays, inputs: Sequence[int]) -> bytes | None:
-        """Inputs as bytes, if they are all the same number."""
-        types, registry = self._number_types, self._registry
-        for how, kind, *_ in registry.groups[len(types) :]:
-            value_type = registry.value_types[kind]
-            plain = how == "value" and value_type.shape == () and not is_key(value_type.dtype)
-            types.append(value_type.dtype if plain else None)
-        found = None
-        previous = object()
-        for i in inputs:
-            value, dtype = nodes.input_value[i], types[nodes.input_group[i]]
-            if dtype is None:
-                return None
-            if value is previous:
-                continue
-            number = np.asarray(value, dtype).tobytes()
-            if found is not None and number != found:
-                return None
-            found, previous = number, value
-        return found
-
     # --- finding blocks ---
 
-    def cut(self, tokens: np.ndarray, nodes: NodeArrays) -> list[int]:
+    def cut(self, tokens: np.ndarray, graph: Graph) -> list[int]:
         """Returns the first node of each stretch of nodes that belong together, and N."""
         if not len(tokens):
             return [0]
         size = len(self._ids)
         pairs, inverse = np.unique(tokens[:-1] * size + tokens[1:], return_inverse=True)
-        begins = nodes.begins.copy()
+        begins = first_nodes(graph)
         across = np.unique(inverse[~begins[1:]]) if len(pairs) else ()
         joined = np.zeros(len(pairs), bool)
         for k in across:
@@ -236,6 +230,18 @@ class Tokens:
             all_readers |= new
             stack += new
         return all_readers
+
+
+def first_nodes(graph: Graph) -> np.ndarray:
+    """Returns bool[N], whether a node is the first one of its instance."""
+    begins = np.zeros(len(graph.node_type) + 1, bool)
+    begins[graph.node_ptr] = True
+    return begins[:-1]
+
+
+def _index(graph: Graph, numbers: Numbers, node: int) -> bytes | None:
+    """Returns the i of a node that is `value[i]`."""
+    return numbers.bytes_of(~int(graph.operand[graph.operand_ptr[node] + 1]))
 
 
 def _firsts(codes: np.ndarray) -> list[int]:

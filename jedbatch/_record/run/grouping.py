@@ -1,29 +1,12 @@
 """`Grouping`: merges nodes, as a recorder sees it.
 
-`_record.passes` has a grouping, of blocks that always run together, and what merges the
-operations on lists where there is no grouping.
+`_record.passes` has one, of blocks that always run together.
 """
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
-
-class Columns(Protocol):
-    """Nodes of a minibatch, as lists."""
-
-    def written(self) -> tuple[tuple[list, ...], list[int], list[tuple[int, ...]]]:
-        """Returns (what `Recorder.written` has, outputs, ends)."""
-        ...
-
-
-class Merges(Protocol):
-    """Merges some of the recorded nodes (see `_record.passes.lists`)."""
-
-    def merge(
-        self, recorder: Any, outputs: list[int], ends: list[tuple[int, ...]]
-    ) -> Columns | None:
-        """Returns the recorded nodes as other nodes; None if there is nothing to merge."""
-        ...
+from jedbatch._graph.graph import Graph
 
 
 class Grouping(Protocol):
@@ -39,8 +22,9 @@ class Grouping(Protocol):
         """Returns what gives call sites (see `Sites.here`), if it takes them."""
         ...
 
-    def group(
-        self, recorder: Any, outputs: list[int], ends: list[tuple[int, ...]]
-    ) -> Columns | None:
-        """Returns the recorded nodes as other nodes; None if they must be recorded once more."""
+    def group(self, graph: Graph, sites: Sequence[tuple[int, bool]]) -> Graph | None:
+        """Returns a graph with nodes merged; None if instances must be recorded once more.
+
+        `sites` are those of the nodes, or none if they were not taken.
+        """
         ...

@@ -20,13 +20,13 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import InputColumns, InputRows
 from jedbatch._graph.paths import int64_of, pointers
 from jedbatch._graph.record import Record
-from jedbatch._graph.types import LENGTH, ValueType
+from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.cell import recording
 from jedbatch._record.instances.arrays import flatten, is_array
 from jedbatch._record.operations.failures import note_instance
 from jedbatch._record.operations.symbols import Value
-from jedbatch._record.run.grouping import Grouping, Merges
+from jedbatch._record.run.grouping import Grouping
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.recursion import deeply
 from jedbatch._record.types.registry import Registry
@@ -48,8 +48,7 @@ def trace(
     grouping: Grouping | None = None,
     read: Callable | None = None,
     types: Callable[[int], Any] | None = None,
-    lists: Merges | None = None,
-    finished: Callable[[Graph], Graph] | None = None,
+    passes: Sequence[Callable[[Graph], Graph]] = (),
     numbers: Sequence[int] | None = None,
 ) -> tuple[list[Record], list[bool], list[Any]]:
     """Runs `fn` on symbolic values, once per instance.
@@ -64,8 +63,7 @@ def trace(
       read: called with a symbol whose value is needed; by default that is an error.
       types: called with the number of an instance that is about to be recorded, gives (shape,
         dtype, weak) of its arrays; None, or given none, if extents are to be known.
-      lists: merges what is done with lists, if there is no grouping.
-      finished: makes the graph that is returned of what was recorded, if there is no grouping.
+      passes: make the graph that is returned of what was recorded and grouped, one after another.
       numbers: of the instances in the minibatch, for messages; None if these are all of it.
 
     Returns:
@@ -84,26 +82,19 @@ def trace(
         more = () if next(looks) > 2 * MAX_RECORDINGS else ("numbers", "variants")
         return registry.assumptions.version("shared", "recursion", *more)
 
-    while True:
+    merged = None
+    while merged is None:
         recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
-        if grouping is None:
-            columns = recorder.written
-            merged = None if lists is None else lists.merge(recorder, outputs, ends)
-            if merged is not None:
-                columns, outputs, ends = merged.written()
-            break
-        nodes = grouping.group(recorder, outputs, ends)
-        if nodes is not None:
-            columns, outputs, ends = nodes.written()
-            break
-    try:
+        columns = recorder.written
         flat = np.fromiter(itertools.chain.from_iterable(ends), np.int64)
-        graph = finish(registry, columns, outputs, flat.reshape(len(ends), -1).T)
-    except OverflowError as error:
-        raise _overflow(registry, columns, ends, numbers) or error from None
-    if grouping is None and finished is not None:
-        graph = finished(graph)
-    return Record.of_all(graph, forms), caching, recorder.tracers
+        try:
+            graph = finish(registry, columns, outputs, flat.reshape(len(ends), -1).T)
+        except OverflowError as error:
+            raise _overflow(registry, columns, ends, numbers) or error from None
+        merged = graph if grouping is None else grouping.group(graph, recorder.sites)
+    for make in passes:
+        merged = make(merged)
+    return Record.of_all(merged, forms), caching, recorder.tracers
 
 
 def _overflow(
@@ -211,27 +202,18 @@ def finish(
     node_ptr, _, input_ptr, output_ptr = ends
     recorded, references, input_group, input_value = columns
     compiled = core()
-    if compiled is not None and not registry.arities.padded:
+    if compiled is not None:
         return _finish_compiled(compiled, registry, columns, outputs, ends)
     node_type, operand, result = map(int64_of, (recorded, references, outputs))
-    node_type, arity = node_type.astype(np.int32), registry.arity[node_type]
-    node_type, arity, operand, result, of_lists, lengths = registry.arities.pad(
-        node_type, arity, operand, result, len(input_group)
-    )
+    arity = registry.arity[node_type]
 
     # Inputs: drop those that are not read, and group what is read the same way, by instance.
     group = int64_of(input_group)
     owner_of = np.repeat(np.arange(len(input_ptr) - 1), np.diff(input_ptr))
-    if len(of_lists):
-        of_length = registry.group("value", *registry.kinds_of([LENGTH]))
-        group = np.append(group, np.full(len(lengths), of_length))
-        owner_of = np.append(owner_of, np.searchsorted(node_ptr, of_lists, side="right") - 1)
-        input_value = [*input_value, *lengths.tolist()]
-    used = inputs_read((operand, result), len(group))
-    kept_inputs = np.flatnonzero(used)
+    kept_inputs = np.flatnonzero(inputs_read((operand, result), len(group)))
     owner = owner_of[kept_inputs]
     groups = np.flatnonzero(np.bincount(group[kept_inputs]))
-    if len(of_lists) or len(groups) > 1:
+    if len(groups) > 1:
         number = np.zeros(len(registry.groups), np.int64)
         number[groups] = np.arange(len(groups))
         key = owner * len(groups) + number[group[kept_inputs]]
@@ -243,7 +225,7 @@ def finish(
     renumber_inputs((operand, result), place)
     return Graph(
         registry.types,
-        node_type,
+        node_type.astype(np.int32),
         pointers(arity),
         operand.astype(np.int32),
         grouped_inputs(
@@ -267,7 +249,7 @@ def _finish_compiled(
     outputs: list[int],
     ends: np.ndarray,
 ) -> Graph:
-    """Returns the same where no node has lists of several lengths."""
+    """Returns the same by compiled code."""
     node_ptr, _, input_ptr, output_ptr = ends
     call_spec, reference, group = map(int64_of, columns[:3])
     result, num_nodes, num_inputs = int64_of(outputs), len(call_spec), len(group)

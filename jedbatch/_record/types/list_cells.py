@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jedbatch._graph.graph import Graph
 from jedbatch._graph.operations import ListOperands, Operation
 from jedbatch._graph.types import LENGTH, NodeType, ValueType, operation_of
 from jedbatch._jaxpr.list_expressions import Expressions
@@ -34,7 +35,7 @@ from jedbatch._record.cell import pause
 from jedbatch._record.identity.assumptions import Assumptions
 from jedbatch._record.instances.arrays import flatten
 from jedbatch._record.types.element_functions import ElementFunction, Makers, find_functions
-from jedbatch._record.types.padded_calls import GivenFunctions, PaddedCalls, PaddedNodes, pad
+from jedbatch._record.types.padded_calls import GivenFunctions, PaddedCalls, pad
 from jedbatch._support.types import Array
 
 MAX_ARITIES = 4  # lengths of the lists of a cell that are types of their own
@@ -446,13 +447,12 @@ class Arities:
             given_functions,
         )
 
-    def pad(self, *nodes: Any) -> PaddedNodes:
-        """Returns nodes that have lists as nodes of the types that serve several lengths.
+    def pad(self, graph: Graph, types: Callable[[], tuple[NodeType, ...]]) -> Graph:
+        """Returns a graph whose nodes with lists are of the types that serve several lengths.
 
-        Args:
-          *nodes: as `padded_calls.pad` takes them.
+        `types` gives the types by their ids.
         """
-        return pad(self.padded, self._makers, self._node_types, *nodes)
+        return pad(self.padded, self._makers, types, graph)
 
 
 def _weak_among_others(
