@@ -50,6 +50,7 @@ Scope = tuple[int | None, int, int]  # (bound of its symbols, the least they are
 MAX_RAGGED_TYPES = 4096  # of arrays that are kept, for all symbols
 MOST_LEAST = 8  # that lengths may be supposed to be at least
 MOST_APART = 4096  # instances that are told apart by shapes before all are
+MOST_IN_VAIN = 64  # instances one after the other that cannot be recorded, before all are
 MOST_BOUND = 1 << 20  # that lengths may be bounded by
 MAX_DISTANCES = 3  # between arrays of two kinds that have been compared
 
@@ -112,6 +113,7 @@ class Lengths:
         self._scopes: dict[tuple, dict[str, Any]] = {}  # symbols, by their scope
         self._ragged_types: dict[tuple, ArrayType] = Memory(MAX_RAGGED_TYPES)
         self._apart: dict[Alike, str] = {}  # why instances are recorded by their shapes
+        self._in_vain = 0  # instances that could not be recorded since one that could
         self.apart: str | None = None
         self.are_some_apart = False
 
@@ -358,7 +360,8 @@ class Lengths:
     def give_up(self, error: Exception, recorded: RaggedTypes | None) -> None:
         """Tells arrays apart by their shapes from now on.
 
-        Those of instances that are recorded like one only, unless there have been many.
+        Those of instances that are recorded like one only, unless there have been many, or a number
+        of them without any that could be recorded.
 
         Args:
           error: why it could not be recorded for all lengths.
@@ -366,12 +369,18 @@ class Lengths:
         """
         self._assumptions.fail("lengths")
         reason = _reason(error)
-        if recorded is None or len(self._apart) >= MOST_APART:
+        self._in_vain += 1
+        are_many = len(self._apart) >= MOST_APART or self._in_vain > MOST_IN_VAIN
+        if recorded is None or are_many:
             self.off = reason
             return
         recorded.family.drop_supposed()
         (equal,) = recorded.family.equal([recorded.lengths])
         self._apart[recorded.alike[0], equal] = reason
+
+    def note_recorded(self) -> None:
+        """Notes that some instance could be recorded for all lengths."""
+        self._in_vain = 0
 
     def next_bound(self, shared: Iterable[tuple[Any, ...]]) -> bool:
         """Bounds lengths by the rows of tables; False if there is none, or no other one.

@@ -319,6 +319,8 @@ class Recording:
         except PerformanceWarning:  # where it is an error
             raise
         except Exception as error:
+            if len(attempt.failed) < sum(types is not None for types in given):
+                cache.lengths.note_recorded()
             for number, reason in (attempt.failed or {attempt.number: error}).items():
                 attempt.number = number
                 alone = functools.partial(

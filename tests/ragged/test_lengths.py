@@ -345,6 +345,33 @@ def test_many_instances_without_a_rule_are_found_at_once():
     assert "in instances 1, 3, 5, 7, 9, 11" in apart(batched)
 
 
+def test_instances_none_of_which_has_a_rule_are_recorded_once():
+    """No two are alike but for lengths, so that none says anything of the others by its key."""
+    calls = []
+
+    def fn(weight, instance):
+        calls.append(instance)
+        marks, x = instance
+        return (jnp.stack([weight[m] for m in marks]) * x[:, None]).sum(0)
+
+    def minibatch(seed):
+        rng = np.random.default_rng(seed)
+        lengths = rng.integers(6, 10, 24).tolist()
+        return [
+            (rng.integers(0, 2, n).tolist(), rng.normal(size=n).astype(np.float32)) for n in lengths
+        ]
+
+    batched = jedbatch.batch(fn)
+    for seed in range(5):
+        batched.plan(WEIGHT, minibatch(seed))
+    assert "has to know the lengths" in apart(batched)
+    calls.clear()
+    given = minibatch(5)
+    batched.plan(WEIGHT, given)
+    assert len(calls) <= len(given)
+    assert_close(batched(WEIGHT, given), jnp.stack([fn(WEIGHT, x) for x in given]), 1e-5)
+
+
 @pytest.mark.parametrize("cache_size", [None, 1])
 def test_instances_are_told_apart_in_several_ways_at_once(cache_size):
     """As few as are kept, what one does does not make another be looked at for ever."""
