@@ -5,6 +5,7 @@ import functools
 import gc
 import importlib
 import inspect
+import itertools
 import pickle
 import subprocess
 import sys
@@ -462,3 +463,62 @@ def test_cells_made_by_every_instance_are_described_once(cell, monkeypatch):
     loop = jnp.stack([fn(P, x) for x in instances])
     np.testing.assert_allclose(batched.apply(P, plan), loop, rtol=1e-5)
     assert len(described) <= 4
+
+
+class Combining:
+    """A model as people write it: an object of weights with a cell that reads its attributes."""
+
+    def __init__(self, params, calls, sign=1.0):
+        self.params, self.calls, self.sign = params, calls, sign
+        self.combine = jedbatch.cell(lambda a, b: self.join(a, b))
+
+    def join(self, a, b):
+        next(self.calls)
+        return self.sign * a * self.params["w"] + b
+
+    def run(self, tree):
+        if isinstance(tree, float):
+            return tree * self.params["w"]
+        return self.combine(*map(self.run, tree))
+
+
+def test_cells_of_objects_made_for_each_instance_are_traced_once():
+    calls = itertools.count()
+    fn = lambda params, tree: Combining(params, calls).run(tree)  # noqa: E731
+    batched = jedbatch.batch(fn)
+    trees = [((1.0, 2.0), 3.0), (1.0, (2.0, (3.0, 4.0)))]
+    for given in (trees[:1], trees):
+        np.testing.assert_allclose(batched(P, given), [fn(P, t) for t in given], rtol=1e-6)
+    num_calls = next(calls)
+    plan = batched.plan(P, [((float(k), 1.0), (2.0, 3.0)) for k in range(8)])
+    assert next(calls) == num_calls + 1
+    assert len(plan.graph.present_types) == 2
+
+
+def test_objects_made_for_each_instance_are_told_apart_by_their_attributes():
+    fn = lambda params, inst: Combining(params, itertools.count(), inst[1]).run(inst[0])  # noqa: E731
+    batched = jedbatch.batch(fn)
+    trees = [((1.0, 2.0), 3.0), (1.0, (2.0, (3.0, 4.0)))]
+    for signs in ((1.0, -1.0), (-1.0, 1.0), (0.5, 2.0)):
+        given = list(zip(trees, signs, strict=True))
+        np.testing.assert_allclose(batched(P, given), [fn(P, x) for x in given], rtol=1e-6)
+
+
+def test_objects_that_functions_compare_are_told_apart():
+    class Marked:
+        pass
+
+    first, second = Marked(), Marked()
+
+    class Model:
+        def __init__(self, mark):
+            self.mark = mark
+            self.step = jedbatch.cell(lambda x: x * 2 if self.mark is first else x * 3)
+
+    def fn(params, inst):
+        mark, x = inst
+        return Model(first if mark else second).step(x * params["w"])
+
+    batched = jedbatch.batch(fn)
+    for given in ([(0, 1.0), (1, 2.0)], [(1, 1.0), (0, 5.0), (1, 3.0)]):
+        np.testing.assert_allclose(batched(P, given), [fn(P, x) for x in given])

@@ -38,6 +38,7 @@ from jedbatch._record.identity.function_leaves import (
     OPERAND,
     held_functions,
     held_values,
+    objects_held,
     with_held_values,
 )
 from jedbatch._record.identity.functions import FUNCTIONS_OF_RULES, function_identity
@@ -367,35 +368,57 @@ class Staying(Container[int]):
 
 
 class Named(Mapping[int, Hashable]):
-    """Names of containers of shared values, and of arrays that the function reaches, by their ids.
+    """Names of containers of shared values, of arrays that the function reaches, and of objects.
 
-    Of containers that is their token, beside the shared values in them.
+    By their ids. Of containers that is their token, beside the shared values in them; of objects
+    their number among those given.
     """
 
-    def __init__(self, recorder: RecorderLike):
+    def __init__(self, recorder: RecorderLike, objects: Sequence[Any] = ()):
         self._containers, self._registry = recorder.containers, recorder.registry
+        self._objects = {id(x): ("object", k) for k, x in enumerate(objects)}
 
     def __contains__(self, key: object) -> bool:
-        return key in self._containers or key in self._registry.reached
+        return key in self._containers or key in self._registry.reached or key in self._objects
 
     def __getitem__(self, key: int) -> Hashable:
+        if key in self._objects:
+            return self._objects[key]
         if key not in self._containers:
             return self._registry.reached[key]
         token = self._containers[key][0]
         return ("shared", *self._registry.shared_in.get(token, ()), token)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._containers.keys() | self._registry.reached.keys())
+        return iter(self._containers.keys() | self._registry.reached.keys() | self._objects.keys())
 
     def __len__(self) -> int:
         return len(list(iter(self)))
 
 
 def identity_without(recorder: RecorderLike, fn: Any, places: Collection[int]) -> Hashable:
-    """Returns the identity of a function without operands, by position among `held_values`."""
-    without = with_held_values(fn, dict.fromkeys(places, OPERAND), Staying(recorder))
-    identity = function_identity(without, Named(recorder))
-    return (identity, held_functions(fn)) if places else identity
+    """Returns the identity of a function without operands, by position among `held_values`.
+
+    Objects that it holds, made anew for each instance, say, are told apart by their attributes, and
+    by which object they are only if Python asks that.
+    """
+    without = dict.fromkeys(places, OPERAND)
+    staying = Staying(recorder)
+    objects = [x for x in objects_held(fn) if id(x) not in staying]
+
+    def identity(by_object: bool) -> Hashable:
+        written = with_held_values(fn, without, staying, by_object)
+        return function_identity(written, Named(recorder, () if by_object else objects))
+
+    if not objects:
+        return (identity(True), held_functions(fn)) if places else identity(True)
+    alike = ALIKE, identity(False), held_functions(fn)
+    if not recorder.registry.lifting.is_by_object(alike):
+        return alike
+    return identity(True), held_functions(fn)
+
+
+ALIKE = "alike"  # begins the identity of functions that may hold other objects of equal attributes
 
 
 def is_plain(x: object) -> bool:

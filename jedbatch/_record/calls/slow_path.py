@@ -20,7 +20,12 @@ from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import tree_key, typed_or_same
 from jedbatch._jaxpr.same_programs import is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
-from jedbatch._record.calls.fast_path import FUNCTION_TYPES, NotDescribedError, identity_without
+from jedbatch._record.calls.fast_path import (
+    ALIKE,
+    FUNCTION_TYPES,
+    NotDescribedError,
+    identity_without,
+)
 from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_options
 from jedbatch._record.identity.arithmetic import Operands, Unforeseen, read_by_jax, reading_numbers
 from jedbatch._record.identity.concretization import Asked, noting_whether_it_asks
@@ -28,6 +33,7 @@ from jedbatch._record.identity.function_leaves import (
     held_values,
     holds_traced,
     objects_by_identity,
+    objects_held,
     with_held_values,
 )
 from jedbatch._record.identity.functions import function_identity
@@ -200,8 +206,8 @@ def _prepared(
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
         args, values, arrays = jax.tree.unflatten(tree, filled)
         watched: Any = contextlib.nullcontext()
-        objects = objects_by_identity(fn)
-        if lifted or any(map(holds_traced, objects)):
+        objects = objects_by_identity(fn) or objects_held(fn)
+        if lifted or objects:
             watched = noting_whether_it_asks(asked, bool(objects))
         held = dict(zip(captured, values, strict=False))
         with reading_numbers() if lifted else contextlib.nullcontext() as trace:
@@ -267,7 +273,12 @@ def cell_call_spec(
         raise
     lifting = recorder.registry.lifting
     if found.asked:
-        lifting.note_asking(call_spec.node_type, Asked(*map(any, zip(*found.asked, strict=True))))
+        asked = Asked(*map(any, zip(*found.asked, strict=True)))
+        lifting.note_asking(call_spec.node_type, asked)
+        identity: Any = found.identity[0] if lifted else found.identity  # type: ignore[index]
+        if asked.identity and type(identity) is tuple and identity[0] == ALIKE:
+            lifting.tell_by_object(identity)
+            return cell_call_spec(recorder, cell, args, static, lifted)
     finds = found.holds_operands and lifting.finds(call_spec.node_type)
     if finds and any(map(holds_traced, objects_by_identity(fn))):
         raise SymbolicValueError(

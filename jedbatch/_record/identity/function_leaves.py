@@ -102,6 +102,11 @@ def objects_by_identity(fn: object) -> list[Any]:
     return [x for x in holders if type(x).__hash__ is object.__hash__]
 
 
+def objects_held(fn: object) -> list[Any]:
+    """Returns the objects that a function holds of which there can be copies, and may change."""
+    return [x for x, _ in _holders(fn).values() if _may_change(x)]
+
+
 def holds_traced(x: object) -> bool:
     """Returns whether a container or an object holds a traced value, and not by way of another."""
     return any(isinstance(part, Tracer) for part in _parts_of_container(x) or ())
@@ -196,7 +201,10 @@ def held_functions(fn: object) -> Hashable:
 
 
 def with_held_values(
-    fn: Any, values: Mapping[int, Any], described: Container[int] | None = None
+    fn: Any,
+    values: Mapping[int, Any],
+    described: Container[int] | None = None,
+    by_object: bool = True,
 ) -> Any:
     """The function with some of the `held_values` replaced, by position.
 
@@ -205,6 +213,7 @@ def with_held_values(
       values: by position.
       described: of a function that is made to be compared with others, in which objects that may
         change are written out: ids of those that do not.
+      by_object: whether those that are written out are told apart by which object they are, too.
     """
     if not values and described is None:
         return fn
@@ -265,7 +274,7 @@ def with_held_values(
             if described is None:
                 made.__dict__.update(names)
             else:
-                itself = () if id(x) in replaced else (Same(x),)  # others may know it
+                itself = (Same(x),) if by_object and id(x) not in replaced else ()
                 copies[id(x)] = made = (kind, *names.items(), *itself)
         else:
             made = copies[id(x)] = _like(x, copied_parts(x), described is not None)

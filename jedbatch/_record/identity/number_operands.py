@@ -90,6 +90,7 @@ class Lifting:
         self._apart: dict[int, set[tuple]] = Memory(None, budget, of_numbers)
         self._asks: dict[int, Asked] = Memory(None, budget, of_numbers)
         self._arithmetic: dict[Hashable, Arithmetic] = Memory(None, budget, of_numbers)
+        self._by_object: dict[Hashable, None] = Memory(None, budget, of_numbers)
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -123,6 +124,14 @@ class Lifting:
     def finds(self, call_spec: int) -> bool:
         """Returns whether Python asks which objects calls of this id hold, or may."""
         return self._asks.get(call_spec, UNKNOWN).identity
+
+    def is_by_object(self, identity: Hashable) -> bool:
+        """Returns whether Python asks which objects functions of an identity hold."""
+        return identity in self._by_object
+
+    def tell_by_object(self, identity: Hashable) -> None:
+        """Has functions of an identity be told apart by the objects that they hold."""
+        self._by_object[identity] = None
 
     def is_new(self, call_spec: int, lifted: Lifted, objects: Sequence[Any]) -> bool:
         """Returns whether calls of this id have not been compared with those that hold numbers.
