@@ -46,6 +46,42 @@ def trees(seed, num=24, largest=12):
     return [random_tree(rng, int(n), word) for n in rng.integers(2, largest, num)]
 
 
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        lambda table, words: table[jnp.array(words)],
+        lambda table, words: table[np.array(words)],
+        lambda table, words: table[jnp.asarray(words), 1],
+        lambda table, words: table[np.array(words)[:, None], :2],
+        lambda table, words: table[words[0], np.array(words) % H],
+        lambda table, words: table[jnp.array(words[0])],
+        lambda table, words: table[np.array(words, np.uint8)],
+    ],
+)
+def test_look_ups_of_arrays_of_words_are_one_node(look_up):
+    """So JAX computes nothing while instances are recorded; negative numbers count from the end."""
+    fn = lambda params, words: jnp.sum(look_up(params["E"], words))  # noqa: E731
+    given = [[3, 1, 19], [0, 0, 2], [7, 5, 5]]
+    batched = check(fn, PARAMS, given)
+    plan = batched.plan(PARAMS, [[4, 4, 1], [9, 2, 0]])
+    assert len(plan.graph.node_type) == 4  # with the sums
+    if "uint8" not in look_up.__code__.co_names:
+        negative = [[3, -1, 19], [-20, 0, 5]]
+        assert_close(batched(PARAMS, negative), jnp.stack([fn(PARAMS, x) for x in negative]), 1e-6)
+
+
+def test_words_that_are_no_rows_are_errors():
+    batched = jedbatch.batch(lambda params, words: params["E"][jnp.array(words)].sum())
+    with pytest.raises(IndexError, match="instance 1 looks up row 25 of a table of 20 rows"):
+        batched(PARAMS, [[3, 1], [25, 1]])
+
+
+def test_masks_are_no_look_ups():
+    mask = np.arange(20) % 3 == 0
+    fn = lambda params, k: params["E"][mask].sum() * k  # noqa: E731
+    check(fn, PARAMS, [1.0, 2.0, 3.0])
+
+
 # --- models ---
 
 

@@ -136,29 +136,48 @@ def _pick(_: Any, operands: Sequence[Any]) -> PyTree:
 
 
 def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
-    """`table[i]` or `table[i, j]` with Python ints is a look-up with these as values."""
+    """`table[i]`, `table[i, j]` or `table[array]` is one look-up with these as values.
+
+    Numbers are those of Python, and arrays hold whole numbers that are known: JAX would compute
+    where they are, operation by operation.
+    """
     items = item if isinstance(item, tuple) else (item,)
-    is_number = [isinstance(x, WHOLE) and not isinstance(x, bool) for x in items]
-    count = is_number.index(False) if False in is_number else len(items)
+    is_place = [_is_place(recorder, x) for x in items]
+    count = is_place.index(False) if False in is_place else len(items)
     further = items[count:]
     if not (count and recorder.active and count <= len(value.shape) and is_static(further)):
         return super(Shared, value).__getitem__(item)
-    numbers = list(map(row_index, items[:count], value.shape))
-    way = ("row", value.index, count, frozen(further))
+    places = [
+        row_index(x, n) if isinstance(x, WHOLE) else x
+        for x, n in zip(items[:count], value.shape, strict=False)
+    ]
+    kinds = tuple([None if isinstance(x, WHOLE) else (x.shape, x.dtype) for x in places])
+    way = ("row", value.index, kinds, frozen(further))
     recorded = recorder.registry.operators.get(way)
     if recorded is None:
-        rows = list(map(recorder.input, numbers))
+        rows = [recorder.input(x) if isinstance(x, WHOLE) else recorder.symbol(x) for x in places]
 
         def look_up(shared, operands):
             return shared[0][(*operands, *further)]
 
-        out = recorder.node("row", ("row", *way[2:]), look_up, (value.index,), rows)
+        out = recorder.node("row", ("row", kinds, way[-1]), look_up, (value.index,), rows)
         call_spec = recorder.registry.call_specs[recorder.call_specs[-1]]
-        group = recorder.input_group[~rows[0].index]
+        of_numbers = [r.index for r, kind in zip(rows, kinds, strict=True) if kind is None]
+        group = recorder.input_group[~of_numbers[0]] if of_numbers else None
         recorder.registry.operators[way] = Known(call_spec, (0,) * count, group)
         return out
-    recorder.references += [recorder.new_input(recorded.group, i) for i in numbers]
+    recorder.references += [
+        recorder.new_input(recorded.group, x) if isinstance(x, WHOLE) else recorder.symbol(x).index
+        for x in places
+    ]
     return recorder.record(recorded.call_spec)
+
+
+def _is_place(recorder: RecorderLike, x: object) -> bool:
+    """Returns whether an index is a whole number, or an array of them that is at hand."""
+    if isinstance(x, np.ndarray) or id(x) in recorder.computed:
+        return x.dtype.kind in "iu"  # type: ignore[attr-defined]
+    return isinstance(x, WHOLE) and not isinstance(x, bool)
 
 
 class StaticSlice(NamedTuple):
