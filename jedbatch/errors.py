@@ -261,14 +261,16 @@ class NoCellsWarning(PerformanceWarning):
     **Reason.** Operations that always run together are found and merged, so that a minibatch runs
     as it would with cells. But of an instance that is new each operation passes through JAX, at
     ten to thirty microseconds, where a call of a cell takes one. Instances met before cost nothing.
-    The message says how many operations a minibatch was recorded as, and what that took.
+    The message says how many operations a minibatch was recorded as, and what that took. So do
+    operations on shared arguments alone, which are computed once for all instances.
 
     **Cure.** Mark what is done for one node as a cell. The message names the functions in which
     most operations are performed: those called by a function that recurs or loops, to be marked as
     they are, or that function itself, where what it does for one node is to be a function of its
     own. Operations that instances choose one by one, as in expressions, are called as cells:
     `jedbatch.cell(jnp.add)`. Where planning does not matter, as with few instances that come
-    again, choose `jedbatch.batch(fn, granularity="auto")`, which does not warn.
+    again, choose `jedbatch.batch(fn, granularity="auto")`, which does not warn. What depends on
+    shared arguments alone is computed before and passed as one.
 
         # instead of                          write
         def node(params, left, right):        @jedbatch.cell

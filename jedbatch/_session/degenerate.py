@@ -10,12 +10,13 @@ from jedbatch._graph.types import NodeType
 from jedbatch._jaxpr.symbolic_dims import is_ragged, user_level
 from jedbatch._ragged.calls import RegionCalls
 from jedbatch._ragged.lengths import Lengths
-from jedbatch._record.types.registry import Registry
+from jedbatch._record.types.registry import MANY_REPEATED, Registry
 from jedbatch._support.types import Array
 from jedbatch.errors import (
     GroupedByShapesWarning,
     GrowingTypesWarning,
     ManyTypesWarning,
+    NoCellsWarning,
     PerformanceWarning,
     RecompilationWarning,
     SlowCallsWarning,
@@ -25,6 +26,7 @@ GROWING_PLANS = 6  # plans in a row with types that none before had,
 GROUPED_PLANS = 3  # and so many where instances are grouped by equal shapes
 WARMING_UP = 3  # minibatches, in which calls are new
 MOST_SLOW = 0.2  # of the nodes that were recorded
+MOST_REPEATED = 0.5  # operations on shared arguments for each of these nodes
 FEW_LENGTHS = 2  # of lists, which make no more types than a program may have
 FEW_PROGRAMS = 8  # for one instance of a minibatch each, of which there is no warning
 
@@ -115,13 +117,28 @@ def warn_if_programs_grow(
 
 
 def warn_if_slowly_recorded(registry: Registry, num_before: int) -> None:
-    """Warns of calls of cells that are looked into each time, or go through JAX, if they are many.
+    """Warns of what is looked into each time, or goes through JAX, if it is much.
+
+    These are calls of cells, and operations on shared arguments alone.
 
     Args:
       registry: has how many there were, and why; of some the user can help nothing.
       num_before: minibatches that were recorded before; the first ones have calls that are new.
     """
-    if num_before < WARMING_UP or not registry.slow_calls:
+    if num_before < WARMING_UP:
+        return
+    repeated = registry.num_repeated
+    if repeated >= max(MANY_REPEATED, MOST_REPEATED * registry.num_recorded):
+        warn_once(
+            NoCellsWarning,
+            f"{repeated} operations on shared arguments alone, such as that at "
+            f"{registry.line_repeated}, were recorded for the instances of a minibatch. Each is "
+            "computed once, but JAX takes tens of microseconds to pass it on again for each "
+            "instance. Compute before what depends on shared arguments alone, and pass it to the "
+            "batched function as an argument",
+            registry.warned,
+        )
+    if not registry.slow_calls:
         return
     slow = collections.Counter({k: n for k, n in registry.slow_calls.items() if k[1]})
     if slow.total() <= MOST_SLOW * registry.num_recorded:

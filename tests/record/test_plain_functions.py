@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import warnings
 import weakref
 
 import equinox as eqx
@@ -441,3 +442,38 @@ def test_deep_trees_come_first():
     plan = batched.plan(PARAMS, [deep, *trees(0)], gradient=False)
     assert len(plan.graph.present_types) == 2
     assert_close(batched(PARAMS, trees(1)), loop(fn, PARAMS, trees(1)), 1e-5)
+
+
+def spectrum(params):
+    """Of the shared arguments alone, as many models begin."""
+    scaled = params["W"][:H] * 0.1
+    values, vectors = jnp.linalg.eigh(scaled + scaled.T)
+    mixed = vectors @ jnp.diag(jnp.exp(values)) @ vectors.T
+    return mixed / jnp.sum(jnp.abs(mixed)) + jnp.eye(H)
+
+
+def test_operations_on_shared_arguments_alone_are_warned_of():
+    """They are computed once, but each instance passes through JAX with them."""
+    turn = jedbatch.cell(lambda mixed, row: jnp.tanh(mixed @ row))
+
+    def inside(params, words):
+        return sum(turn(spectrum(params), params["E"][word]) for word in words)
+
+    def outside(params, mixed, words):
+        return sum(turn(mixed, params["E"][word]) for word in words)
+
+    minibatches = np.random.default_rng(0).integers(20, size=(5, 32, 3)).tolist()
+    batched = jedbatch.batch(inside)
+    for given in minibatches[:3]:
+        batched.plan(PARAMS, given)
+    with pytest.warns(jedbatch.errors.NoCellsWarning, match=r"on shared arguments.*test_plain"):
+        batched.plan(PARAMS, minibatches[3])
+    given = minibatches[4]
+    assert_close(batched(PARAMS, given), loop(inside, PARAMS, given), 1e-5)
+
+    before = jedbatch.batch(outside, in_axes=(None, None, 0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", jedbatch.errors.PerformanceWarning)
+        for given in minibatches:
+            before.plan(PARAMS, spectrum(PARAMS), given)
+    assert_close(before(PARAMS, spectrum(PARAMS), given), loop(inside, PARAMS, given), 1e-5)

@@ -619,6 +619,7 @@ class Recorder(Trace):
 
     def _shared_operation(self, key, call, args, tracers) -> list[Leaf]:
         """Records an operation on shared values and constants, done once per minibatch."""
+        self.registry.note_repeated()
         marks = tuple(
             "shared" if i in tracers else identity_of_constant(x) for i, x in enumerate(args)
         )

@@ -124,6 +124,7 @@ def _record(fn, registry, instances, arrays, arrange, grouping, read, types, num
     caller = trace_of_caller()
     recorder = Recorder(registry, caller, grouping, read)
     registry.slow_calls.clear()
+    registry.num_repeated = 0
     end = ending(recorder)
     with Restored(end), Restored(end), set_current_trace(caller), set_current_trace(recorder):
         begin_recording(recorder)

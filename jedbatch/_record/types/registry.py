@@ -53,6 +53,7 @@ MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values re
 CALL_BYTES = 1 << 12  # of the description of a call, and of what it keeps alive, about
 MEMO_BYTES = 1 << 9  # of another way of recording, about
 MANY_CLOSURES = 32  # of one cell, or closed-over arrays, before we warn
+MANY_REPEATED = 256  # operations on shared values, recorded again for the instances of a minibatch
 MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
 NUMBER_TYPES = (int, float, complex, np.generic)
 
@@ -76,6 +77,8 @@ class Registry:
       shared_in: the shared values in containers, by their tokens.
       num_recorded, slow_calls: nodes that were recorded last, and of these the calls of a cell that
         took the slow path, and why.
+      num_repeated, line_repeated: operations on shared values that were met, and where one is, if
+        they were many.
       constants: results of operations on concrete values.
       assumptions: what is constant, as few variants of it were met.
       lifting: which numbers that operations hold are operands.
@@ -125,6 +128,8 @@ class Registry:
         self._memo_tokens: dict[Hashable, str] = Memory(None, budget, each(MEMO_BYTES))
         self._num_memo_tokens = 0
         self.num_recorded = 0
+        self.num_repeated = 0
+        self.line_repeated = ""
         self.slow_calls: collections.Counter[tuple[str, str]] = collections.Counter()
         self.constants = memory_of_constants(budget)
         self._ids: dict[Hashable, Any] = {}
@@ -159,6 +164,12 @@ class Registry:
         self.shared_operands = SharedOperands(known, self.assumptions)
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
         self._types: tuple[NodeType, ...] = ()
+
+    def note_repeated(self) -> None:
+        """Counts an operation on shared values, computed once, and notes where one of them is."""
+        self.num_repeated += 1
+        if self.num_repeated == MANY_REPEATED:
+            self.line_repeated = line_of_user()
 
     @property
     def size(self) -> int:
