@@ -31,7 +31,8 @@ def ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
 
 def renumbered(references: np.ndarray, place: np.ndarray) -> np.ndarray:
     """References to results (`>= 0`) and inputs, with results where they are now: int32[...]."""
-    return np.where(references >= 0, place[np.maximum(references, 0)], references).astype(np.int32)
+    inputs = np.arange(references.min(initial=0), 0)  # as negative numbers index: from the end
+    return np.concatenate([place, inputs]).astype(np.int32)[references]
 
 
 def distinct(indices: np.ndarray) -> np.ndarray:

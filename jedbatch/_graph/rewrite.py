@@ -92,19 +92,19 @@ def with_inputs(graph: Graph, new: Sequence[tuple[int, InputRows]] = ()) -> Grap
     owner = np.repeat(np.arange(graph.num_instances), np.diff(graph.input_ptr))
     added = [np.full(len(rows), instance) for instance, rows in new]
     owner = np.concatenate([owner, *added])
+    places = [np.flatnonzero(read < 0) for read in (graph.operand, graph.outputs)]
     used = np.zeros(len(owner), bool)
-    for read in (graph.operand, graph.outputs):
-        used[-1 - read[read < 0]] = True
+    for read, at in zip((graph.operand, graph.outputs), places, strict=True):
+        used[~read[at]] = True
     if used.all() and not new:
         return graph
     order = np.flatnonzero(used)
     order = order[np.argsort(owner[order], kind="stable")]
-    place = np.zeros(len(owner) + 1, np.int64)  # the last one is that of results
+    place = np.zeros(len(owner), np.int32)
     place[order] = np.arange(len(order))
-    operand, outputs = (
-        np.where(read < 0, -1 - place[np.maximum(-1 - read, -1)], read).astype(np.int32)
-        for read in (graph.operand, graph.outputs)
-    )
+    operand, outputs = graph.operand.copy(), graph.outputs.copy()
+    for read, at in zip((operand, outputs), places, strict=True):
+        read[at] = ~place[~read[at]]
     return replace(
         graph,
         operand=operand,
