@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -117,16 +117,24 @@ class Case:
       instances: what for.
       way: how.
       seed: of the parameters.
+      unseen: instances that only later minibatches have.
+      minibatches: later ones, of numbers of instances; those of unseen instances come last.
     """
 
     program: Program
     instances: tuple[Instance, ...]
     way: Way = Way()
     seed: int = 0
+    unseen: tuple[Instance, ...] = ()
+    minibatches: tuple[tuple[int, ...], ...] = ()
 
     def __str__(self) -> str:
-        instances = "\n".join(f"  {i}" for i in self.instances)
-        return f"{self.program.source}\n# {self.way}, parameters of seed {self.seed}\n{instances}"
+        lines = [self.program.source, f"# {self.way}, parameters of seed {self.seed}"]
+        lines += [f"  {i}" for i in self.instances]
+        if self.minibatches:
+            later = ", then ".join(str(list(picks)) for picks in self.minibatches)
+            lines += [f"# later: minibatches {later}, with", *(f"  {i}" for i in self.unseen)]
+        return "\n".join(lines)
 
     @functools.cached_property
     def params(self) -> dict[str, jax.Array]:
@@ -135,9 +143,9 @@ class Case:
 
     @functools.cached_property
     def columns(self) -> list[list[Any]]:
-        """The mapped arguments: for each of them a value per instance, once."""
+        """The mapped arguments: for each of them a value per instance, once, unseen ones last."""
         rows = []
-        for instance in self.instances:
+        for instance in (*self.instances, *self.unseen):
             known = instance.arguments()
             mine = {name: known[name] for name in self.program.arguments}
             rows.append([mine] if self.program.together else list(mine.values()))
@@ -145,7 +153,7 @@ class Case:
 
     @property
     def picks(self) -> list[int]:
-        """The instances that are given, by number."""
+        """The instances that are given at first, by number."""
         return [*range(len(self.instances))] * self.way.copies
 
     @property
@@ -157,21 +165,22 @@ class Case:
         """Compares values and gradients with the loop.
 
         Raises:
-          AssertionError: they differ, though the loop itself is well conditioned.
+          AssertionError: they differ, though the loop itself is well conditioned, or a plan of a
+            later minibatch is wrong.
         """
         fn = self.program.function()
-        expected = self._expected(fn, self.params)
-        run = Run(self, fn, expected.stacks)
+        loop = Loop.of(fn, self.params, self.columns, self.way)
+        run = Run(self, fn, loop.stacks)
         try:
             with self.way.hand_over():
-                run.compare(expected)
+                run.compare(loop)
         except AssertionError as error:
-            if not self._is_clear(fn, expected):
+            if not self._is_clear(fn, loop):
                 raise UnclearError from error
             raise
 
     def check_plans(self) -> None:
-        """Plans the program for training, for inference and in another order; computes nothing.
+        """Plans the program for training, for inference and later minibatches; computes nothing.
 
         Raises:
           AssertionError: the tables of a plan are wrong (see `check_plan`).
@@ -179,18 +188,17 @@ class Case:
         run = Run(self, self.program.function(), stacks=False)
         for gradient in (True, False):
             check_plan(run.plan(gradient=gradient))
-        run.pick([*self.picks[::-1], 0])
-        check_plan(run.plan())
+        for picks in ([*self.picks[::-1], 0], *self.minibatches):
+            with run.picked(picks):
+                check_plan(run.plan())
 
-    def _expected(self, fn: Callable, params: PyTree) -> "Expected":
-        return Expected.of(fn, params, self.columns, self.picks, self.way)
-
-    def _is_clear(self, fn: Callable, expected: "Expected") -> bool:
+    def _is_clear(self, fn: Callable, loop: "Loop") -> bool:
         """Returns whether the loop gives nearly the same when parameters are moved a little."""
+        expected = loop.expected(self.picks)
         for sign in (-1, 1):
             size = sign * MOVED * (self.rtol / 1e-4)
             moved = jax.tree.map(lambda x, size=size: x * (1 + size), self.params)
-            other = self._expected(fn, moved)
+            other = Loop.of(fn, moved, self.columns, self.way).expected(self.picks)
             try:
                 assert_close(other.results, expected.results, self.rtol)
                 assert_close(other.gradient, expected.gradient, self.rtol)
@@ -199,8 +207,61 @@ class Case:
         return True
 
 
+class Loop(NamedTuple):
+    """The plain loop over all instances.
+
+    Attributes:
+      found: the results of every instance.
+      pull: gives the gradient with respect to the parameters of cotangents of all results.
+      way: says what is read of the results.
+    """
+
+    found: list[PyTree]
+    pull: Callable[[list[PyTree]], tuple[PyTree]]
+    way: Way
+
+    @staticmethod
+    def of(fn: Callable, params: PyTree, columns: Sequence[Sequence[PyTree]], way: Way) -> "Loop":
+        """Runs the loop, on arrays of JAX, once for each instance.
+
+        Args:
+          fn: the function.
+          params: its parameters.
+          columns: the mapped arguments of different instances.
+          way: says what is read of the results.
+        """
+        rows = _rows(columns)
+
+        def run(params: PyTree) -> PyTree:
+            return [jax.tree.map(jnp.asarray, fn(params, *row)) for row in rows]
+
+        return Loop(*jax.vjp(run, params), way)
+
+    @property
+    def stacks(self) -> bool:
+        """Whether results stack."""
+        return not self.way.listed and len({_form(r) for r in self.found}) == 1
+
+    def expected(self, picks: Sequence[int]) -> "Expected":
+        """The results and the gradient of a minibatch.
+
+        Args:
+          picks: its instances, by number.
+        """
+        results = [self.found[i] for i in picks]
+        cotangents = _cotangents(results, self.stacks, self.way.read)
+        total: dict[int, Any] = {}
+        for i, cotangent in zip(picks, cotangents, strict=True):
+            total[i] = jax.tree.map(_sum, total[i], cotangent) if i in total else cotangent
+        for i, result in enumerate(self.found):
+            if i not in total:
+                total[i] = jax.tree.map(_nothing, weights_for(jax.tree.map(_blank, result)))
+        (gradient,) = self.pull([total[i] for i in range(len(self.found))])
+        return Expected(results, gradient, self.stacks)
+
+
 class Expected(NamedTuple):
-    """The results and the gradient of the plain loop.
+    """The results of a minibatch, and its gradient.
 
     Attributes:
       results: of every instance.
@@ -211,37 +272,6 @@ class Expected(NamedTuple):
     results: list[PyTree]
     gradient: Any
     stacks: bool
-
-    @staticmethod
-    def of(
-        fn: Callable,
-        params: PyTree,
-        columns: Sequence[Sequence[PyTree]],
-        picks: Sequence[int],
-        way: Way,
-    ) -> "Expected":
-        """Runs the loop, on arrays of JAX, once for each different instance.
-
-        Args:
-          fn: the function.
-          params: its parameters.
-          columns: the mapped arguments of different instances.
-          picks: the instances that are given, by number.
-          way: says what is read of the results.
-        """
-        rows = _rows(columns)
-
-        def run(params: PyTree) -> PyTree:
-            return [jax.tree.map(jnp.asarray, fn(params, *row)) for row in rows]
-
-        found, pull = jax.vjp(run, params)
-        results = [found[i] for i in picks]
-        stacks = not way.listed and len({_form(r) for r in results}) == 1
-        total: dict[int, Any] = {}
-        for i, cotangent in zip(picks, _cotangents(results, stacks, way.read), strict=True):
-            total[i] = jax.tree.map(_sum, total[i], cotangent) if i in total else cotangent
-        (gradient,) = pull([total[i] for i in range(len(found))])
-        return Expected(results, gradient, stacks)
 
     @property
     def joined(self) -> PyTree:
@@ -335,26 +365,37 @@ class Run:
         axes = case.program.in_axes
         self.batched = jedbatch.batch(fn, axes, 0 if stacks else None, **case.way.options)
 
-    def pick(self, picks: Sequence[int]) -> None:
-        """Chooses the instances that are given."""
+    @contextlib.contextmanager
+    def picked(self, picks: Sequence[int]) -> Iterator[None]:
+        """Chooses the instances that are given; errors say which they are."""
         self.columns = self._picked(picks)
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in minibatch {list(picks)}")
+            raise
 
     def _picked(self, picks: Sequence[int]) -> list[list[Any]]:
         """The mapped arguments of some instances."""
         return [[column[i] for i in picks] for column in self.case.columns]
 
-    def compare(self, expected: Expected) -> None:
-        """Runs all instances, and again in another order with other parameters; compares both."""
-        manner = RUNS[self.case.way.run]
-        self._compare(manner, expected, self.case.way.run)
+    def compare(self, loop: Loop) -> None:
+        """Runs all instances, and later minibatches with other parameters; compares them all."""
+        case, manner = self.case, RUNS[self.case.way.run]
+        self._compare(manner, loop.expected(case.picks), case.way.run)
         if manner.again:
-            picks = [*self.case.picks[::-1], 0]
-            self.pick(picks)
-            self.params = make_params(self.case.seed + 1)
-            case = self.case
-            expected = Expected.of(self.fn, self.params, case.columns, picks, case.way)
-            what = "the same in another order, with other parameters"
-            self._compare(manner, expected, what)
+            self.params = make_params(case.seed + 1)
+            loop = Loop.of(self.fn, self.params, case.columns, case.way)
+            picks = [*case.picks[::-1], 0]
+            with self.picked(picks):
+                what = "the same in another order, with other parameters"
+                self._compare(manner, loop.expected(picks), what)
+        for picks in case.minibatches:
+            with self.picked(picks):
+                if not case.program.decides:
+                    check_plan(self.plan())
+                if manner.again:
+                    self._compare(manner, loop.expected(picks), "a later minibatch")
 
     def _compare(self, manner: "Manner", expected: Expected, what: str) -> None:
         results, gradient = manner.run(self)

@@ -49,6 +49,7 @@ __all__ = [
     "cases",
     "hypothesis",
     "instances",
+    "minibatches",
     "programs",
     "statements",
     "ways",
@@ -180,6 +181,23 @@ def ways(draw: st.DrawFn, decides: bool = False, floats: bool = False) -> Way:
 
 
 @st.composite
+def minibatches(draw: st.DrawFn, known: int, unseen: int) -> tuple[tuple[int, ...], ...]:
+    """Minibatches that come later: a few known instances, one again and again, and unseen ones.
+
+    Args:
+      draw: of Hypothesis.
+      known: instances that a minibatch had before.
+      unseen: those that none had; they have the next numbers.
+    """
+    number = st.integers(0, known - 1)
+    some = draw(st.lists(number, min_size=1, max_size=4))
+    found = [some, [draw(number)] * draw(st.integers(2, 5))]
+    if unseen:
+        found.append(draw(st.permutations([*some[:2], *range(known, known + unseen)])))
+    return tuple(map(tuple, found))
+
+
+@st.composite
 def cases(draw: st.DrawFn, decides: bool | None = None) -> Case:
     """A program, its instances, and a way to run it."""
     program = draw(programs(decides))
@@ -189,5 +207,7 @@ def cases(draw: st.DrawFn, decides: bool | None = None) -> Case:
     seed, kind = draw(st.integers(0, 9)), draw(st.sampled_from(["float", *FLOATS]))
     if draw(st.sampled_from([False, False, True])):
         some = some[0].others(MANY_FLOATS)
-    some = [dataclasses.replace(instance, floats=kind) for instance in some]
-    return Case(program, tuple(some), way, seed)
+    unseen = draw(st.lists(instances(), max_size=1))
+    later = draw(minibatches(len(some), len(unseen)))
+    some, unseen = (tuple(dataclasses.replace(i, floats=kind) for i in x) for x in (some, unseen))
+    return Case(program, some, way, seed, unseen, later)
