@@ -392,6 +392,14 @@ def test_deep_recursion(mode):
     assert len(deep.graph.node_type) == 1 + 5000 * (1 if mode == "auto" else 3)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_instances_without_a_node(mode):
+    """All that is returned is a row of what was given."""
+    instances = list(np.random.default_rng(0).normal(size=(3, 2, H)).astype(np.float32))
+    batched = check(lambda params, x: x[-1], jnp.ones(H), instances, granularity=mode)
+    assert not len(batched.plan(jnp.ones(H), instances).graph.node_type)
+
+
 def test_call_sites_are_taken_where_something_is_new(monkeypatch):
     """Not for trees of known blocks; again for another number, and for another block."""
     taken = []
