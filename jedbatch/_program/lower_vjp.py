@@ -587,6 +587,8 @@ def reverse_table(placed: Placement, readers: Readers, signature: ReverseSignatu
     for k in set(range(len(forward.kernels))) - there:  # where all lanes count, not blocks of them
         for s, value_type in enumerate(forward.kernels[k].results):
             form.view(table, "readers", k, s)[:] = signature.zero[forward.arena(value_type)]
+    for a, none in enumerate(signature.zero):  # of arenas that the minibatch lacks, too
+        form.view(table, "input_readers", a)[:] = none
     for a, kind in enumerate(placed.arenas):
         b = forward.arena_ids[kind]
         inputs_here = np.flatnonzero(placed.input_arena == a)

@@ -10,6 +10,7 @@ from cases import programs
 import jedbatch
 from jedbatch._program import lower_vjp
 from jedbatch._program.lower_vjp import MAX_READERS, find_readers
+from jedbatch.testing import check_plan
 
 
 def widely_read(num, seed):
@@ -116,3 +117,14 @@ def test_sums_of_sums_are_read_once():
     of_sums = sums[sums >= lower_vjp.FIRST_SUM_ROW] - lower_vjp.FIRST_SUM_ROW
     assert len(of_sums) > 0  # 72 readers take sums of sums
     assert len(set(of_sums.tolist())) == len(of_sums)
+
+
+def test_inputs_of_kinds_that_a_minibatch_lacks_get_no_cotangent():
+    """The program of others, with rows for such inputs, serves it."""
+    fn = lambda params, x: params * x[0].sum() if x else params * 1.0  # noqa: E731
+    batched, params = jedbatch.batch(fn), jnp.ones(4)
+    some, none = (np.ones(3, np.float32),), ()
+    whole = batched.plan(params, [some, none])
+    part = batched.plan(params, [none, none])
+    assert part.static.reverse == whole.static.reverse
+    check_plan(part)
