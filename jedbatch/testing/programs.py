@@ -81,7 +81,11 @@ class StatementOperation:
 def _table(
     result: str, operands: str, *templates: str, **options: Any
 ) -> dict[str, StatementOperation]:
-    return {t: StatementOperation(result, operands, t, **options) for t in templates}
+    """Operations by name, which says the kinds of registers: some templates are for several."""
+    return {
+        f"{result}({operands}): {t}": StatementOperation(result, operands, t, **options)
+        for t in templates
+    }
 
 
 OPERATIONS: dict[str, StatementOperation] = {
