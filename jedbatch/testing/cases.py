@@ -33,6 +33,7 @@ POLICIES = {
     "depth": jedbatch.policies.depth,
     "height": jedbatch.policies.height,
     "sufficient": jedbatch.policies.sufficient,
+    "machine": jedbatch.policies.FSM("phase", (), ()),  # knows no state
 }
 # Most programs are small, and compiled in few widths: what a program costs is compiling it.
 ONE_WIDTH = Buckets((4,), 4)
@@ -390,12 +391,12 @@ class Run:
             with self.picked(picks):
                 what = "the same in another order, with other parameters"
                 self._compare(manner, loop.expected(picks), what)
-        for picks in case.minibatches:
-            with self.picked(picks):
+        for later in case.minibatches:
+            with self.picked(later):
                 if not case.program.decides:
                     check_plan(self.plan())
                 if manner.again:
-                    self._compare(manner, loop.expected(picks), "a later minibatch")
+                    self._compare(manner, loop.expected(later), "a later minibatch")
 
     def _compare(self, manner: "Manner", expected: Expected, what: str) -> None:
         results, gradient = manner.run(self)

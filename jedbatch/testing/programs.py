@@ -278,10 +278,10 @@ class Program:
     """A function of parameters and one instance.
 
     Statements: `("do", operation, target, *sources)`; `("loop" | "words" | "even", body)`, as often
-    as the instance says, for each of its words, or if its number is even; `("tree", name, target)`
-    and `("dag", operation, target)` along structures; `("if", register, bound, body, other)`,
-    `("while", register, bound, body)`, `("pick", target, source)` and `("float", target, source)`,
-    which decide on computed values.
+    as the instance says, for each of its words, or if its number is even; `("either", body,
+    other)`, one of them for each word; `("tree", name, target)` and `("dag", operation, target)`
+    along structures; `("if", register, bound, body, other)`, `("while", register, bound, body)`,
+    `("pick", target, source)` and `("float", target, source)`, which decide on computed values.
 
     Attributes:
       body: the statements.
@@ -431,6 +431,9 @@ def _lines(kind: str, *rest: Any) -> list[str]:
         return ["for _ in range(n):", *_block(rest[0], inner)]
     if kind == "words":
         return ["for i0 in words:", *_block(rest[0], inner)]
+    if kind == "either":
+        body, other = (_block(block, inner * 2) for block in rest)
+        return ["for i0 in words:", f"{inner}if i0 % 2 == 0:", *body, f"{inner}else:", *other]
     if kind == "even":
         return ["if n % 2 == 0:", *_block(rest[0], inner)]
     if kind == "tree":

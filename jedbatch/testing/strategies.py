@@ -47,6 +47,7 @@ __all__ = [
     "bodies",
     "calls",
     "cases",
+    "chains",
     "hypothesis",
     "instances",
     "minibatches",
@@ -59,6 +60,7 @@ DEPTH = 2  # blocks inside of blocks
 SIZES = (2, 1, 1, 2, 3, 3, 4)  # statements at most; small programs compile fast
 WEIGHTS = {"v": 8, "x": 2}  # how often statements write registers of a kind, otherwise once
 
+_OF_V = [name for name, op in OPERATIONS.items() if (op.result, op.operands) == ("v", "v")]
 _INSIDE_V = [name for name, op in OPERATIONS.items() if (op.result, op.operands) == ("v", "vv")]
 
 
@@ -72,11 +74,26 @@ def calls(draw: st.DrawFn) -> tuple:
 
 
 @st.composite
+def chains(draw: st.DrawFn) -> tuple:
+    """A loop that updates one register, in ways that depend on the instance."""
+    v = draw(st.integers(0, REGISTERS["v"] - 1))
+    updates = st.sampled_from(_OF_V).map(lambda name: ("do", name, v, v))
+    some = st.lists(updates, min_size=1, max_size=2).map(tuple)
+    match draw(st.sampled_from(["loop", "words", "even", "either"])):
+        case "even":
+            return "loop", (*draw(some), ("even", draw(some)))
+        case "either":
+            return "either", draw(some), draw(some)
+        case kind:
+            return kind, draw(some)
+
+
+@st.composite
 def statements(draw: st.DrawFn, depth: int = 0, decides: bool = False) -> tuple:
     """A statement; with `decides` maybe one that decides on computed values."""
     kinds = ["do"] * 6 + ["tree", "dag"]
     if depth < DEPTH:
-        kinds += ["loop", "words", "even"]
+        kinds += ["loop", "words", "even", "either", "chain", "chain", "chain"]
     if decides:
         kinds += ["pick", "float", *(["if", "while"] * (depth < DEPTH))]
     kind = draw(st.sampled_from(kinds))
@@ -88,6 +105,10 @@ def statements(draw: st.DrawFn, depth: int = 0, decides: bool = False) -> tuple:
             return draw(calls())
         case "tree" | "dag":
             return kind, draw(st.sampled_from(_INSIDE_V)), draw(register)
+        case "chain":
+            return draw(chains())
+        case "either":
+            return kind, draw(inside), draw(inside)
         case "pick" | "float":
             return kind, draw(register), draw(register)
         case "if":
@@ -207,7 +228,9 @@ def cases(draw: st.DrawFn, decides: bool | None = None) -> Case:
     seed, kind = draw(st.integers(0, 9)), draw(st.sampled_from(["float", *FLOATS]))
     if draw(st.sampled_from([False, False, True])):
         some = some[0].others(MANY_FLOATS)
-    unseen = draw(st.lists(instances(), max_size=1))
+    unseen = draw(st.lists(instances(), max_size=2))
     later = draw(minibatches(len(some), len(unseen)))
-    some, unseen = (tuple(dataclasses.replace(i, floats=kind) for i in x) for x in (some, unseen))
-    return Case(program, some, way, seed, unseen, later)
+    known, others = (
+        tuple(dataclasses.replace(instance, floats=kind) for instance in x) for x in (some, unseen)
+    )
+    return Case(program, known, way, seed, others, later)
