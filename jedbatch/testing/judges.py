@@ -1,6 +1,7 @@
 """The judges of `jedbatch.testing`."""
 
 import contextlib
+import dataclasses
 import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from jax import monitoring
 from jedbatch import checks
 from jedbatch._batch.batch import batch
 from jedbatch._batch.batched import Batched
+from jedbatch._graph.graph import CARRIED, Graph
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._program.plan import Plan
 from jedbatch._session.verify import verify
@@ -470,6 +472,16 @@ def check_plan(plan: Plan) -> None:
         assert plan.schedule is not None
         assert plan.layout is not None
         plan.graph.check()
+        _check_carried(plan.graph)
         plan.schedule.check(plan.graph)
         plan.layout.check(plan.graph)
     verify(plan)
+
+
+def _check_carried(graph: Graph) -> None:
+    """What a graph has taken over from those that its instances are of is what it would find."""
+    alone = dataclasses.replace(graph)
+    for name in CARRIED:
+        if name in vars(graph):
+            same = np.array_equal(getattr(graph, name), getattr(alone, name))
+            assert same, f"not a valid plan: `{name}` of nodes is that of another graph"
