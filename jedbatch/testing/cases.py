@@ -213,12 +213,12 @@ class Loop(NamedTuple):
 
     Attributes:
       found: the results of every instance.
-      pull: gives the gradient with respect to the parameters of cotangents of all results.
+      pulls: of every instance, gives the gradient with respect to the parameters of a cotangent.
       way: says what is read of the results.
     """
 
     found: list[PyTree]
-    pull: Callable[[list[PyTree]], tuple[PyTree]]
+    pulls: list[Callable[[PyTree], tuple[PyTree]]]
     way: Way
 
     @staticmethod
@@ -231,12 +231,12 @@ class Loop(NamedTuple):
           columns: the mapped arguments of different instances.
           way: says what is read of the results.
         """
-        rows = _rows(columns)
 
-        def run(params: PyTree) -> PyTree:
-            return [jax.tree.map(jnp.asarray, fn(params, *row)) for row in rows]
+        def run(row: Sequence[PyTree], params: PyTree) -> PyTree:
+            return jax.tree.map(jnp.asarray, fn(params, *row))
 
-        return Loop(*jax.vjp(run, params), way)
+        pairs = [jax.vjp(functools.partial(run, row), params) for row in _rows(columns)]
+        return Loop([found for found, _ in pairs], [pull for _, pull in pairs], way)
 
     @property
     def stacks(self) -> bool:
@@ -254,10 +254,8 @@ class Loop(NamedTuple):
         total: dict[int, Any] = {}
         for i, cotangent in zip(picks, cotangents, strict=True):
             total[i] = jax.tree.map(_sum, total[i], cotangent) if i in total else cotangent
-        for i, result in enumerate(self.found):
-            if i not in total:
-                total[i] = jax.tree.map(_nothing, weights_for(jax.tree.map(_blank, result)))
-        (gradient,) = self.pull([total[i] for i in range(len(self.found))])
+        gradients = [part for i, cotangent in total.items() for part in self.pulls[i](cotangent)]
+        gradient = jax.tree.map(lambda *parts: sum(parts[1:], parts[0]), *gradients)
         return Expected(results, gradient, self.stacks)
 
 
