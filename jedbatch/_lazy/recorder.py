@@ -316,8 +316,8 @@ class LazyRecorder(Recorder):
         outputs = [self._output(future) for future in futures]
         counts = self.call_specs, self.references, self.input_group, outputs
         ends = np.array([(0, len(x)) for x in counts])
-        graph = without_unread(finish(self.registry, self.written, outputs, ends))
-        graph = self.registry.arities.pad(graph, lambda: self.registry.types)
+        recorded = finish(self.registry, self.written, outputs, ends)
+        graph = self.registry.pad(without_unread(recorded))
         avals = [future.aval for future in futures]
         kinds = [(aval.shape, aval.dtype) for aval in avals]
         rows: dict[Any, list[int]] = {}

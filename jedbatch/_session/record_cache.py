@@ -242,10 +242,7 @@ class RecordCache:
 
     def passes(self, grouping: Grouping | None) -> list[Callable[[Graph], Graph]]:
         """Returns the passes over graphs of instances, given what merges their nodes."""
-
-        def pad(graph: Graph) -> Graph:
-            return self.registry.arities.pad(graph, lambda: self.registry.types)
-
+        pad = self.registry.pad
         if grouping is not None or self.lists is None or self.readouts is None:
             return [pad]
         return [self.lists.merge, pad, self.readouts.merge]

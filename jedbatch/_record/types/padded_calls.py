@@ -163,7 +163,7 @@ def pad(
     Returns:
       The nodes as they are then, with the lengths of lists as new inputs.
     """
-    if not padded or not len(graph.node_type):
+    if not len(graph.node_type):
         return graph
     nodes = _Nodes(padded, node_types(), graph)
     if not nodes.with_lists and not makers.made:

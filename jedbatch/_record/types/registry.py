@@ -19,6 +19,7 @@ from jax.core import ShapedArray, Tracer
 from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
+from jedbatch._graph.graph import Graph
 from jedbatch._graph.operations import Alike, CallSpec, Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.identity import Same, carried_key, is_immutable, tree_key
@@ -164,6 +165,10 @@ class Registry:
         self.shared_operands = SharedOperands(known, self.assumptions)
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
         self._types: tuple[NodeType, ...] = ()
+
+    def pad(self, graph: Graph) -> Graph:
+        """Returns a graph whose nodes with lists are of the types that serve several lengths."""
+        return self.arities.pad(graph, lambda: self.types) if self.arities.padded else graph
 
     def note_repeated(self) -> None:
         """Counts an operation on shared values, computed once, and notes where one of them is."""
