@@ -77,6 +77,8 @@ def planned(batched, program, params, instances):
     return plan, len(plan.graph.present_types)
 
 
+# Felsenstein's model begins with the spectrum of the rates, for each instance.
+@pytest.mark.filterwarnings("ignore:.*on shared arguments alone:jedbatch.errors.NoCellsWarning")
 @pytest.mark.parametrize("name", helpers.mostly_slow(TYPES, "runge_kutta_cell", "messages"))
 def test_there_are_few_types(name):
     program, params, minibatches = load(name)
