@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import programs
-from cases.helpers import assert_close, check, loop, random_tree
+from cases.helpers import assert_close, assert_no_recompile, check, loop, random_tree
 from flax import linen
 
 import jedbatch
@@ -75,6 +75,36 @@ def test_words_that_are_no_rows_are_errors():
     batched = jedbatch.batch(lambda params, words: params["E"][jnp.array(words)].sum())
     with pytest.raises(IndexError, match="instance 1 looks up row 25 of a table of 20 rows"):
         batched(PARAMS, [[3, 1], [25, 1]])
+
+
+def test_arrays_of_words_that_instances_make_are_operands():
+    """Operations on tables and arrays are computed once only while few instances bring new ones."""
+    fn = lambda params, words: jnp.take(params["E"], jnp.asarray(words), axis=0).mean(0)  # noqa: E731
+    rng = np.random.default_rng(0)
+    minibatches = [[rng.integers(20, size=2 + k % 3).tolist() for k in range(12)] for _ in range(6)]
+    batched = check(fn, PARAMS, minibatches[0])
+    expected = [loop(fn, PARAMS, given) for given in minibatches]
+    got = [batched(PARAMS, given) for given in minibatches[:3]]
+    with assert_no_recompile():
+        got += [batched(PARAMS, given) for given in minibatches[3:]]
+    assert_close(jnp.stack(got), jnp.stack(expected), 1e-5)
+    graph = batched.plan(PARAMS, minibatches[1]).graph
+    assert not any("shared" in str(graph.types[t]) for t in graph.present_types)
+
+
+def test_arrays_of_constants_are_computed_once():
+    rotations = [np.roll(np.eye(H, dtype=np.float32), k, axis=0) for k in range(6)]
+    turn = jedbatch.cell(lambda w, x: jnp.tanh(x @ w))
+
+    def fn(params, word):
+        h = params["E"][word]
+        for by in rotations:
+            h = turn(params["W"][:H] @ by, h)
+        return h
+
+    batched = check(fn, PARAMS, list(range(16)), gradients=False)
+    types = [str(t) for t in batched.plan(PARAMS, list(range(16))).graph.types]
+    assert not any("4,4" in t for t in types)
 
 
 def test_masks_are_no_look_ups():

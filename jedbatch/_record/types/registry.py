@@ -51,6 +51,7 @@ from jedbatch._support.types import Dtype
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
 MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
+MAX_FINDERS = 8  # instances that have such operations read sets of arrays that are new
 CALL_BYTES = 1 << 12  # of the description of a call, and of what it keeps alive, about
 MEMO_BYTES = 1 << 9  # of another way of recording, about
 MANY_CLOSURES = 32  # of one cell, or closed-over arrays, before we warn
@@ -639,7 +640,8 @@ class Registry:
         """Returns whether an operation on shared values depends on the instance after all.
 
         Its numbers or arrays may differ from one instance to the next, or how often it is repeated;
-        then there are as many shared values as instances, and each is compiled.
+        then there are as many shared values as instances, and each is compiled. Arrays differ if
+        there are many, or if one instance after the other comes with others.
 
         Args:
           operation: what is done.
@@ -650,10 +652,18 @@ class Registry:
         if any(self.shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
             return True
         of, holds = (operation, args), self.assumptions.holds
-        return not (
-            holds("variants", ("numbers", *of), numbers, MAX_CONSTANT_NUMBERS)
-            and (not arrays or holds("variants", ("arrays", *of), arrays, MAX_CONSTANT_ARRAYS))
-        )
+        if not holds("variants", ("numbers", *of), numbers, MAX_CONSTANT_NUMBERS):
+            return True
+        if not arrays:
+            return False
+        about, finders = ("arrays", *of), ("instances that find arrays", args)
+        if self.assumptions.has_failed("variants", finders):
+            return True
+        is_new = arrays not in self.assumptions.met("variants", about)
+        number = self.shared_operands.num_instances
+        if is_new and not holds("variants", finders, number, MAX_FINDERS):
+            return True
+        return not holds("variants", about, arrays, MAX_CONSTANT_ARRAYS)
 
     def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
         """Warns once something, as `what` says it, has been met with many closures."""
