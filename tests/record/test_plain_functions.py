@@ -62,7 +62,7 @@ def trees(seed, num=24, largest=12):
 def test_look_ups_of_arrays_of_words_are_one_node(look_up):
     """So JAX computes nothing while instances are recorded; negative numbers count from the end."""
     fn = lambda params, words: jnp.sum(look_up(params["E"], words))  # noqa: E731
-    given = [[3, 1, 19], [0, 0, 2], [7, 5, 5]]
+    given = np.random.default_rng(0).integers(20, size=(12, 3)).tolist()
     batched = check(fn, PARAMS, given)
     plan = batched.plan(PARAMS, [[4, 4, 1], [9, 2, 0]])
     assert len(plan.graph.node_type) == 4  # with the sums
@@ -73,8 +73,9 @@ def test_look_ups_of_arrays_of_words_are_one_node(look_up):
 
 def test_words_that_are_no_rows_are_errors():
     batched = jedbatch.batch(lambda params, words: params["E"][jnp.array(words)].sum())
+    given = [[k, k + 1] for k in range(12)]
     with pytest.raises(IndexError, match="instance 1 looks up row 25 of a table of 20 rows"):
-        batched(PARAMS, [[3, 1], [25, 1]])
+        batched(PARAMS, [given[0], [25, 1], *given[1:]])
 
 
 def test_arrays_of_words_that_instances_make_are_operands():
@@ -90,6 +91,15 @@ def test_arrays_of_words_that_instances_make_are_operands():
     assert_close(jnp.stack(got), jnp.stack(expected), 1e-5)
     graph = batched.plan(PARAMS, minibatches[1]).graph
     assert not any("shared" in str(graph.types[t]) for t in graph.present_types)
+
+
+def test_rows_that_all_instances_look_up_are_computed_once():
+    order = np.array([3, 1, 0, 2])
+    turn = jedbatch.cell(lambda w, x: jnp.tanh(x @ w))
+    fn = lambda params, word: turn(params["W"][order], params["E"][word])  # noqa: E731
+    batched = check(fn, PARAMS, list(range(16)))
+    types = [str(t) for t in batched.plan(PARAMS, list(range(16))).graph.types]
+    assert not any("4,4" in t for t in types)
 
 
 def test_arrays_of_constants_are_computed_once():

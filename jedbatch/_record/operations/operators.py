@@ -20,6 +20,7 @@ from jax.extend.core import take_current_trace
 
 from jedbatch._graph.operations import CallSpec
 from jedbatch._jaxpr.symbolic_dims import is_ragged
+from jedbatch._record.identity.primitives import identity_of_constant
 from jedbatch._record.operations.symbols import (
     RecorderLike,
     Shared,
@@ -138,8 +139,8 @@ def _pick(_: Any, operands: Sequence[Any]) -> PyTree:
 def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
     """`table[i]`, `table[i, j]` or `table[array]` is one look-up with these as values.
 
-    Numbers are those of Python, and arrays hold whole numbers that are known: JAX would compute
-    where they are, operation by operation.
+    Numbers are those of Python. Arrays hold whole numbers that are known, and differ from instance
+    to instance: JAX would compute where they are, operation by operation.
     """
     items = item if isinstance(item, tuple) else (item,)
     is_place = [_is_place(recorder, x) for x in items]
@@ -152,6 +153,9 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
         for x, n in zip(items[:count], value.shape, strict=False)
     ]
     kinds = tuple([None if isinstance(x, WHOLE) else (x.shape, x.dtype) for x in places])
+    arrays = tuple([identity_of_constant(x) for x in places if not isinstance(x, WHOLE)])
+    if arrays and not recorder.registry.varies(("row", kinds), (value.index,), (), arrays):
+        return super(Shared, value).__getitem__(item)
     way = ("row", value.index, kinds, frozen(further))
     recorded = recorder.registry.operators.get(way)
     if recorded is None:

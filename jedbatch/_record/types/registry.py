@@ -44,14 +44,13 @@ from jedbatch._record.identity.unseen import check_shared, shows_arrays
 from jedbatch._record.instances.arrays import flatten, is_array
 from jedbatch._record.types.custom_rules import CustomFunctions
 from jedbatch._record.types.list_cells import Arities
-from jedbatch._record.types.shared_operands import SharedOperands
+from jedbatch._record.types.shared_operands import MAX_INSTANCES_IN_ALL, SharedOperands
 from jedbatch._record.types.shared_values import SharedValue, derived, owned, prologue
 from jedbatch._support.caches import Budget, Memory, each
 from jedbatch._support.types import Dtype
 from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
 
 MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
-MAX_FINDERS = 8  # instances that have such operations read sets of arrays that are new
 CALL_BYTES = 1 << 12  # of the description of a call, and of what it keeps alive, about
 MEMO_BYTES = 1 << 9  # of another way of recording, about
 MANY_CLOSURES = 32  # of one cell, or closed-over arrays, before we warn
@@ -661,7 +660,7 @@ class Registry:
             return True
         is_new = arrays not in self.assumptions.met("variants", about)
         number = self.shared_operands.num_instances
-        if is_new and not holds("variants", finders, number, MAX_FINDERS):
+        if is_new and not holds("variants", finders, number, MAX_INSTANCES_IN_ALL):
             return True
         return not holds("variants", about, arrays, MAX_CONSTANT_ARRAYS)
 
