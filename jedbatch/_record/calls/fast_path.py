@@ -26,7 +26,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -36,6 +36,7 @@ from jedbatch._jaxpr.identity import Same, typed
 from jedbatch._record.cell import Cell, holds_array
 from jedbatch._record.identity.function_leaves import (
     OPERAND,
+    code_of,
     held_functions,
     held_values,
     objects_held,
@@ -412,13 +413,16 @@ def identity_without(recorder: RecorderLike, fn: Any, places: Collection[int]) -
 
     if not objects:
         return (identity(True), held_functions(fn)) if places else identity(True)
-    alike = ALIKE, identity(False), held_functions(fn)
-    if not recorder.registry.lifting.is_by_object(alike):
-        return alike
-    return identity(True), held_functions(fn)
+    if code_of(fn) in recorder.registry.lifting.by_object:
+        return identity(True), held_functions(fn)
+    return ByAttributes(identity(False), held_functions(fn))
 
 
-ALIKE = "alike"  # begins the identity of functions that may hold other objects of equal attributes
+class ByAttributes(NamedTuple):
+    """The identity of a function that may hold other objects of equal attributes."""
+
+    identity: Hashable
+    functions: Hashable
 
 
 def is_plain(x: object) -> bool:

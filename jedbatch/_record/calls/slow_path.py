@@ -21,8 +21,8 @@ from jedbatch._jaxpr.identity import tree_key, typed_or_same
 from jedbatch._jaxpr.same_programs import is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
 from jedbatch._record.calls.fast_path import (
-    ALIKE,
     FUNCTION_TYPES,
+    ByAttributes,
     NotDescribedError,
     identity_without,
 )
@@ -30,10 +30,10 @@ from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_opti
 from jedbatch._record.identity.arithmetic import Operands, Unforeseen, read_by_jax, reading_numbers
 from jedbatch._record.identity.concretization import Asked, noting_whether_it_asks
 from jedbatch._record.identity.function_leaves import (
+    code_of,
     held_values,
     holds_traced,
     objects_by_identity,
-    objects_held,
     with_held_values,
 )
 from jedbatch._record.identity.functions import function_identity
@@ -150,6 +150,7 @@ class PreparedCall(NamedTuple):
       shared: ids of the shared values.
       operands: the operands.
       identity: what the function is known by.
+      by_attributes: whether that says nothing of which objects it holds.
       options: the keyword arguments, as part of the key.
       slots: the kind of each leaf of the arguments.
       holds_operands: whether operands are among what the function holds.
@@ -161,6 +162,7 @@ class PreparedCall(NamedTuple):
     shared: tuple[int, ...]
     operands: list[Value]
     identity: Hashable
+    by_attributes: bool
     options: Hashable
     slots: list[Hashable]
     holds_operands: bool
@@ -193,6 +195,7 @@ def _prepared(
     if _is_foreign(recorder, leaves):
         return None
     identity = identity_without(recorder, fn, places)
+    by_attributes = isinstance(identity, ByAttributes)
     if lifted:
         identity = identity, lifted.arithmetic.key
     if recorder.grouping is None:
@@ -206,9 +209,9 @@ def _prepared(
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
         args, values, arrays = jax.tree.unflatten(tree, filled)
         watched: Any = contextlib.nullcontext()
-        objects = objects_by_identity(fn) or objects_held(fn)
-        if lifted or objects:
-            watched = noting_whether_it_asks(asked, bool(objects))
+        objects = objects_by_identity(fn)
+        if lifted or by_attributes or any(map(holds_traced, objects)):
+            watched = noting_whether_it_asks(asked, by_attributes or bool(objects))
         held = dict(zip(captured, values, strict=False))
         with reading_numbers() if lifted else contextlib.nullcontext() as trace:
             operands = None
@@ -231,7 +234,8 @@ def _prepared(
 
     key = ("cell", identity, options, tree_key(tree), tuple(slots))
     holds = bool(places)
-    return PreparedCall(key, call, tuple(shared), operands, identity, options, slots, holds, asked)
+    own = identity, by_attributes, options
+    return PreparedCall(key, call, tuple(shared), operands, *own, slots, holds, asked)
 
 
 def cell_call_spec(
@@ -275,9 +279,8 @@ def cell_call_spec(
     if found.asked:
         asked = Asked(*map(any, zip(*found.asked, strict=True)))
         lifting.note_asking(call_spec.node_type, asked)
-        identity: Any = found.identity[0] if lifted else found.identity  # type: ignore[index]
-        if asked.identity and type(identity) is tuple and identity[0] == ALIKE:
-            lifting.tell_by_object(identity)
+        if asked.identity and found.by_attributes:
+            lifting.by_object.add(code_of(fn))
             return cell_call_spec(recorder, cell, args, static, lifted)
     finds = found.holds_operands and lifting.finds(call_spec.node_type)
     if finds and any(map(holds_traced, objects_by_identity(fn))):

@@ -107,6 +107,14 @@ def objects_held(fn: object) -> list[Any]:
     return [x for x, _ in _holders(fn).values() if _may_change(x)]
 
 
+def code_of(fn: Any) -> types.CodeType | None:
+    """Returns the code of a function, that which a partial or a method runs; None of objects."""
+    fn = function_of(fn)
+    while type(fn) is not types.FunctionType and (parts := _parts_of_function(fn)):
+        fn = function_of(parts[0])
+    return getattr(fn, "__code__", None)
+
+
 def holds_traced(x: object) -> bool:
     """Returns whether a container or an object holds a traced value, and not by way of another."""
     return any(isinstance(part, Tracer) for part in _parts_of_container(x) or ())

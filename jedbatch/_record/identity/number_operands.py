@@ -7,6 +7,7 @@ become operands.
 """
 
 import math
+import types
 from collections.abc import Callable, Collection, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -80,6 +81,9 @@ class Lifting:
     Args:
       assumptions: which operations hold few sets of numbers, which are constants.
       budget: of bytes.
+
+    Attributes:
+      by_object: code of functions in which Python asks which objects they hold.
     """
 
     def __init__(self, assumptions: Assumptions, budget: Budget | None = None):
@@ -90,7 +94,7 @@ class Lifting:
         self._apart: dict[int, set[tuple]] = Memory(None, budget, of_numbers)
         self._asks: dict[int, Asked] = Memory(None, budget, of_numbers)
         self._arithmetic: dict[Hashable, Arithmetic] = Memory(None, budget, of_numbers)
-        self._by_object: dict[Hashable, None] = Memory(None, budget, of_numbers)
+        self.by_object: set[types.CodeType | None] = set()
 
     def lifted(self, skeleton: Hashable, numbers: tuple[Number, ...]) -> tuple[int, ...]:
         """Returns the numbers of an operation that are operands, by position.
@@ -124,14 +128,6 @@ class Lifting:
     def finds(self, call_spec: int) -> bool:
         """Returns whether Python asks which objects calls of this id hold, or may."""
         return self._asks.get(call_spec, UNKNOWN).identity
-
-    def is_by_object(self, identity: Hashable) -> bool:
-        """Returns whether Python asks which objects functions of an identity hold."""
-        return identity in self._by_object
-
-    def tell_by_object(self, identity: Hashable) -> None:
-        """Has functions of an identity be told apart by the objects that they hold."""
-        self._by_object[identity] = None
 
     def is_new(self, call_spec: int, lifted: Lifted, objects: Sequence[Any]) -> bool:
         """Returns whether calls of this id have not been compared with those that hold numbers.
