@@ -479,7 +479,7 @@ def check_plan(plan: Plan) -> None:
 
 
 def _check_carried(graph: Graph) -> None:
-    """What a graph has taken over from those that its instances are of is what it would find."""
+    """Compares what a graph has taken over from those of its instances with what it would find."""
     alone = dataclasses.replace(graph)
     for name in CARRIED:
         if name in vars(graph):

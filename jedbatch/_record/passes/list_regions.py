@@ -1,7 +1,7 @@
 """Nodes of a recording, and how some of them become one."""
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -142,8 +142,11 @@ class RecordedNodes:
         stuck = [r.group for r in regions if waits[r.nodes[-1]]]
         return self.ordered(begin, end, [r for r in regions if r.group != stuck[-1]])
 
-    def merged(self, order: Sequence[int | ListRegion]) -> Graph:
-        """Returns nodes and regions in some order, each in its instance, as nodes."""
+    def merged(self, order: Sequence[int | ListRegion], places: Sequence[int]) -> Graph:
+        """Returns nodes and regions in some order, each in its instance, as nodes.
+
+        `places` ascend, and are those of nodes of the instance.
+        """
         graph = self.graph
         kept = np.ones(len(graph.node_type), bool)
         rank = np.arange(len(kept))
@@ -156,7 +159,7 @@ class RecordedNodes:
         node_type: list[int] = []
         arity: list[int] = []
         operand: list[int] = []
-        for place, unit in zip(self._places(order), order, strict=True):
+        for place, unit in zip(places, order, strict=True):
             if not isinstance(unit, ListRegion):
                 rank[unit] = place
                 row = self._picked(unit, value, first_row, unread)
@@ -192,19 +195,6 @@ class RecordedNodes:
             rank,
         )
         return with_inputs(rewrite(graph, change, self.registry.types), new_rows.added)
-
-    def _places(self, order: Sequence[int | ListRegion]) -> Iterator[int]:
-        """Yields a place for each unit, ascending, among those of the nodes of its instance."""
-        place = 0
-        ends = iter(self.graph.node_ptr.tolist())
-        begin = end = next(ends)
-        for unit in order:
-            last = unit.nodes[-1] if isinstance(unit, ListRegion) else unit
-            while last >= end:
-                begin, end = end, next(ends)
-                place = begin
-            yield place
-            place += 1
 
     def _unread_stacks(self, regions: Sequence[ListRegion]) -> set[int]:
         """Returns the stacks that nobody reads as a whole: regions read their elements."""

@@ -97,7 +97,9 @@ class StackedLists:
             return graph
         read = without_unread(graph)
         stacks = np.flatnonzero(np.isin(read.node_type, many))
-        return (_Merging(self, read, stacks).regions_merged() if len(stacks) else None) or graph
+        if not len(stacks):
+            return graph
+        return _Merging(self, read, stacks).regions_merged() or graph
 
     def _is_many(self, family: Hashable) -> bool:
         """Returns whether stacks have been met that differ in length."""
@@ -304,12 +306,14 @@ class _Merging(RecordedNodes):
                 self.lists.note(template, group.length)
         templates = self.lists.templates
         order: list[int | ListRegion] = []
+        places: list[int] = []
         for (a, b), groups in zip(instances, by_extents, strict=True):
             regions = self._accepted(a, b, groups, templates)
             order += self.ordered(a, b, regions)
+            places += range(a, a + len(order) - len(places))
         if not any(isinstance(unit, ListRegion) for unit in order):
             return None
-        return self.merged(order)
+        return self.merged(order, places)
 
     def _accepted(
         self, begin: int, end: int, groups: Sequence[_Group], templates: Sequence[ListTemplate]

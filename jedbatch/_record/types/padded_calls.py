@@ -192,13 +192,12 @@ def pad(
     is_new = new_type != graph.node_type
     of_new = is_new[graph.value_node]
     count = np.where(is_new, num_results[new_type], 0)
-    first = graph.num_values + np.cumsum(count) - count  # results of new nodes begin here
+    first = graph.num_values + pointers(count)[:-1]  # results of new nodes begin here
     value = np.arange(graph.num_values)
     value[of_new] = (first[graph.value_node] + values.within)[of_new]
 
     anchor = np.flatnonzero(is_new)
-    start = np.zeros(len(is_new) + 1, np.int64)
-    start[1:] = np.cumsum(np.where(is_new, arity, 0))
+    start = pointers(np.where(is_new, arity, 0))
     operand = np.empty(int(start[-1]), np.int64)
     has_list = nodes.room != graph.node_type
     same, changed = np.flatnonzero(is_new & ~has_list), np.flatnonzero(has_list)
