@@ -16,7 +16,7 @@ import numpy as np
 
 import jedbatch
 from benchmarks import common
-from jedbatch._session.shards import Costs, cut_by_cost
+from jedbatch._session.plans.shards import Costs, cut_by_cost
 from jedbatch.models import WORKLOADS
 
 MODELS = ["treelstm", "lattice_lstm", "tagger"]

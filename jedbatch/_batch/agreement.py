@@ -39,7 +39,7 @@ from jedbatch._program.lower_vjp import (
 )
 from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
-from jedbatch._session.program_cache import ProgramCache
+from jedbatch._session.programs.program_cache import ProgramCache
 
 MAX_ROUNDS = 16  # in which programs grow until all processes have room
 STATES = READY, FAILED, ENDED = range(3)

@@ -9,9 +9,9 @@ from jedbatch._jaxpr.lane_policies import LanePolicy, checked_lane_policy, least
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._kernel.target import Target, checked_target
 from jedbatch._schedule.policy import Policy, checked_policy
-from jedbatch._session.arguments import checked_axes
 from jedbatch._session.core import Core
 from jedbatch._session.options import ONE_EXECUTOR, Options
+from jedbatch._session.records.arguments import checked_axes
 from jedbatch._support.types import (
     ControlFlowName,
     GranularityName,

@@ -32,7 +32,7 @@ from jedbatch._program.plan import Plan
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.core import Core
-from jedbatch._session.round import Rounds
+from jedbatch._session.plans.round import Rounds
 from jedbatch._support.types import PyTree
 
 Given = TypeVarTuple("Given")  # what it takes

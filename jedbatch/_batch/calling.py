@@ -38,12 +38,12 @@ from jedbatch._jaxpr.meshes import varies
 from jedbatch._program.plan import Plan
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._record.cell import recording
-from jedbatch._session.arguments import StackedInstances
 from jedbatch._session.core import Core
-from jedbatch._session.mapped import MIN_ROWS, MappedProgram
-from jedbatch._session.pipeline import checked_inputs, programs_of
-from jedbatch._session.recording import arrays_of
-from jedbatch._session.round import Round, Rounds
+from jedbatch._session.plans.pipeline import checked_inputs, programs_of
+from jedbatch._session.plans.round import Round, Rounds
+from jedbatch._session.programs.mapped import MIN_ROWS, MappedProgram
+from jedbatch._session.records.arguments import StackedInstances
+from jedbatch._session.records.recording import arrays_of
 from jedbatch._session.session import Session
 from jedbatch._support.types import Leaf
 

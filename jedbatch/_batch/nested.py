@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from jedbatch._record.instances.arrays import array_type, replace_arrays
 from jedbatch._record.run.recorder import result_leaf
-from jedbatch._session.arguments import Arguments
-from jedbatch._session.outputs import check_stack
-from jedbatch._session.recording import arrays_of
+from jedbatch._session.plans.outputs import check_stack
+from jedbatch._session.records.arguments import Arguments
+from jedbatch._session.records.recording import arrays_of
 
 
 def put_together(name: str, results: Sequence[Any], stack: bool) -> Any:

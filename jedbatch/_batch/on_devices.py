@@ -17,9 +17,8 @@ from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import find_calls
 from jedbatch._session.core import Core
 from jedbatch._session.minibatch import Minibatch
-from jedbatch._session.pipeline import checked_inputs
-from jedbatch._session.session import Session
-from jedbatch._session.shards import (
+from jedbatch._session.plans.pipeline import checked_inputs
+from jedbatch._session.plans.shards import (
     PlacedShards,
     arrange_shards,
     check_inputs,
@@ -29,6 +28,7 @@ from jedbatch._session.shards import (
     reserve_shards,
     run_on_devices,
 )
+from jedbatch._session.session import Session
 from jedbatch._support.types import Leaf
 
 AxisNames = str | Sequence[str] | None

@@ -34,7 +34,7 @@ from jedbatch._program.host_arrays import results_from, rows_on_host
 from jedbatch._program.plan import Plan
 from jedbatch._record.cell import recording
 from jedbatch._session.core import Core
-from jedbatch._session.pipeline import run_plan
+from jedbatch._session.plans.pipeline import run_plan
 from jedbatch._support.types import Array, PyTree
 
 Item = TypeVar("Item")

@@ -1,9 +1,9 @@
 """`Planner`: minibatches are planned in other processes, and attached here.
 
 Another process has the function, of which it records instances, and learns from this one which
-programs there are (see `_session.portable`). It sends a `Prepared`: tables and inputs for one of
-these programs, or the instances and the reason why they fit none. Those are planned here, as if
-there were no other process, so that errors are those of planning here.
+programs there are (see `_session.programs.portable`). It sends a `Prepared`: tables and inputs for
+one of these programs, or the instances and the reason why they fit none. Those are planned here, as
+if there were no other process, so that errors are those of planning here.
 """
 
 import importlib
@@ -28,8 +28,7 @@ from jedbatch._program.plan import Plan
 from jedbatch._record.instances.arrays import array_type
 from jedbatch._record.run.thread_settings import SETTINGS
 from jedbatch._session.core import Core
-from jedbatch._session.degenerate import warn_once
-from jedbatch._session.portable import (
+from jedbatch._session.programs.portable import (
     Exporter,
     ImportedPrograms,
     NoProgramError,
@@ -37,6 +36,7 @@ from jedbatch._session.portable import (
     cuts_of,
     digest_of,
 )
+from jedbatch._session.records.degenerate import warn_once
 from jedbatch._support.types import Array
 from jedbatch.errors import PlannedHereWarning
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jedbatch import checks
 from jedbatch._program.plan import Plan
-from jedbatch._session.arguments import Minibatches
+from jedbatch._session.records.arguments import Minibatches
 
 
 class Plans(Iterator[Plan]):

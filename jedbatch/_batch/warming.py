@@ -20,7 +20,7 @@ from jedbatch._ragged.calls import find_calls, find_slices
 from jedbatch._record.instances.arrays import array_type
 from jedbatch._session.core import Core
 from jedbatch._session.minibatch import graph_of
-from jedbatch._session.pipeline import reserve_programs
+from jedbatch._session.plans.pipeline import reserve_programs
 from jedbatch._session.session import Session
 from jedbatch._support.samples import cut_evenly
 from jedbatch._support.types import Leaf, PyTree

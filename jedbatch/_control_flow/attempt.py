@@ -35,8 +35,8 @@ from jedbatch._record.operations.failures import lost_gradient
 from jedbatch._record.operations.symbols import Shared, Symbol, Value
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.trace import cut_inputs, trace_of_caller
-from jedbatch._session.indices import fewest_rows
-from jedbatch._session.round import Round
+from jedbatch._session.plans.indices import fewest_rows
+from jedbatch._session.plans.round import Round
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array, Leaf
 from jedbatch.errors import SymbolicValueError, UnfinishedLoopError

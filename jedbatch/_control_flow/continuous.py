@@ -38,7 +38,7 @@ from jedbatch._record.cell import pause
 from jedbatch._record.identity.environment import Reached
 from jedbatch._record.run.trace import begin_recording, ending, trace_of_caller
 from jedbatch._schedule.policy import Policy
-from jedbatch._session.recording import keyed
+from jedbatch._session.records.recording import keyed
 from jedbatch._session.session import Session
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.restored import Restored

@@ -44,8 +44,8 @@ from jedbatch._record.identity.environment import AccessPath, Reached
 from jedbatch._record.run.recursion import deeply
 from jedbatch._record.run.trace import begin_recording, ending, trace_of_caller
 from jedbatch._schedule.policy import Policy
-from jedbatch._session.outputs import Returned
-from jedbatch._session.round import Round
+from jedbatch._session.plans.outputs import Returned
+from jedbatch._session.plans.round import Round
 from jedbatch._session.session import Session
 from jedbatch._support.guards import until_guards_hold
 from jedbatch._support.restored import Restored

@@ -51,9 +51,9 @@ from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.trace import cut_inputs, host_rows
 from jedbatch._schedule.policy import Policy, schedule, version_of
 from jedbatch._schedule.schedule import Schedule
-from jedbatch._session.indices import check_look_ups
-from jedbatch._session.program_cache import ProgramCache
-from jedbatch._session.verify import RoundsTrial
+from jedbatch._session.plans.indices import check_look_ups
+from jedbatch._session.plans.verify import RoundsTrial
+from jedbatch._session.programs.program_cache import ProgramCache
 from jedbatch._support.types import Array, PyTree
 
 MAX_UNUSED = 4  # times the types in use that a program may have before the next call starts anew

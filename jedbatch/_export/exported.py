@@ -41,9 +41,9 @@ from jedbatch._program.pullback import Pullback
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.heuristics import FALLBACKS, depth
 from jedbatch._schedule.policy import Policy
-from jedbatch._session.indices import check_rows
-from jedbatch._session.outputs import form_of_results
-from jedbatch._session.pipeline import checked_inputs
+from jedbatch._session.plans.indices import check_rows
+from jedbatch._session.plans.outputs import form_of_results
+from jedbatch._session.plans.pipeline import checked_inputs
 from jedbatch._support.caches import Memory
 from jedbatch._support.files import replacing
 from jedbatch._support.types import Leaf, PyTree

@@ -1,7 +1,7 @@
 """From a graph to a plan for exported programs, or to an error that says what does not fit.
 
-Planning here does what it does for a function (see `_session.pipeline`), but programs do not grow.
-There is room in the results for as many instances as a minibatch may have, whatever it has.
+Planning here does what it does for a function (see `_session.plans.pipeline`), but programs do not
+grow. There is room in the results for as many instances as a minibatch may have, whatever it has.
 """
 
 import itertools
@@ -28,7 +28,7 @@ from jedbatch._program.returned import results_of_rows
 from jedbatch._schedule.components import by_rank
 from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._schedule.schedule import Schedule
-from jedbatch._session.shards import values_at, with_room
+from jedbatch._session.plans.shards import values_at, with_room
 
 
 @dataclass(frozen=True)

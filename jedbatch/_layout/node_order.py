@@ -1,7 +1,7 @@
 """The order of nodes inside of a batch: it says which operands are slices.
 
 `append` leaves nodes as they were recorded. Where structures recur, this and all that follows is
-the order of distinct ones: copies of a node lie next to each other (see `_session.copies`).
+the order of distinct ones: copies of a node lie next to each other (see `_session.plans.copies`).
 
 `longest` puts nodes with the longest way still to go first. Where a type makes chains (an LSTM
 over sentences), every step then reads the first rows of what the step before it wrote, whatever

@@ -41,7 +41,7 @@ from jedbatch._record.operations.symbols import Shared, Symbol, Value
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.trace import finish
 from jedbatch._record.types.registry import Registry
-from jedbatch._session.round import Round
+from jedbatch._session.plans.round import Round
 from jedbatch._support.types import Leaf
 from jedbatch.errors import RecompilationWarning, SymbolicValueError
 

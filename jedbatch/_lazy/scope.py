@@ -49,7 +49,7 @@ from jedbatch._record.run.trace import ending, trace_of_caller
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.minibatch import Flags, Minibatch
 from jedbatch._session.options import ONE_EXECUTOR, Options
-from jedbatch._session.pipeline import make_plan, run_plan
+from jedbatch._session.plans.pipeline import make_plan, run_plan
 from jedbatch._session.session import Session
 from jedbatch._support.caches import Memory
 from jedbatch._support.restored import Restored

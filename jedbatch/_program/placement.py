@@ -79,7 +79,7 @@ class Placement:
       reuse: whether results share rows.
       target: what to make a program for.
       num_inputs: inputs of each arena, if they are more than the graph has, whose nodes count as
-        several (see `_session.copies`).
+        several (see `_session.plans.copies`).
       worth_sharing: bytes of results; for fewer, sharing rows saves less than it takes.
       worth_slicing: the share of a kernel's operands that another reading must improve.
     """

@@ -38,7 +38,7 @@ READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # se
 
 
 class PlanSource(Protocol):
-    """The programs that are kept (see `_session.program_cache`), as far as a plan prints it."""
+    """What a plan prints of the programs kept (see `_session.programs.program_cache`)."""
 
     @property
     def compilations(self) -> Mapping[str, int]:

@@ -20,18 +20,18 @@ from jedbatch._record.identity.environment import Environment
 from jedbatch._record.operations.symbols import Symbol
 from jedbatch._record.passes.projections import Projections
 from jedbatch._record.types.registry import Registry
-from jedbatch._session.arguments import StackedInstances
-from jedbatch._session.degenerate import (
+from jedbatch._session.options import Options
+from jedbatch._session.programs.mapped import MappedProgram, places_of
+from jedbatch._session.programs.program_cache import MAX_PROGRAMS, ProgramCache
+from jedbatch._session.records.arguments import StackedInstances
+from jedbatch._session.records.degenerate import (
     is_run,
     last_for_a_length,
     lengths_that_differ,
     warn_if_lengths_grow,
     warn_if_rounds_grow,
 )
-from jedbatch._session.mapped import MappedProgram, places_of
-from jedbatch._session.options import Options
-from jedbatch._session.program_cache import MAX_PROGRAMS, ProgramCache
-from jedbatch._session.record_cache import RecordCache
+from jedbatch._session.records.record_cache import RecordCache
 from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.types import Array

@@ -18,7 +18,7 @@ from jedbatch._batch.batched import Batched
 from jedbatch._graph.graph import CARRIED, Graph
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._program.plan import Plan
-from jedbatch._session.verify import verify
+from jedbatch._session.plans.verify import verify
 from jedbatch._support.types import Leaf, PyTree
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

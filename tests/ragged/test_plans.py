@@ -17,8 +17,8 @@ from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.packing import RowCapacity, whole_blocks
 from jedbatch._ragged.phases import find_phases
 from jedbatch._ragged.row_phase import RowArguments, RowFunction
-from jedbatch._session import pipeline
-from jedbatch._session.arguments import TypesOfLeaves
+from jedbatch._session.plans import pipeline
+from jedbatch._session.records.arguments import TypesOfLeaves
 
 pytestmark = pytest.mark.unoptimized
 

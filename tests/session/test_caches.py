@@ -10,8 +10,9 @@ import pytest
 from cases.helpers import assert_close
 
 import jedbatch
-from jedbatch._session import core, program_cache
+from jedbatch._session import core
 from jedbatch._session import session as _session
+from jedbatch._session.programs import program_cache
 from jedbatch._support.caches import Memory
 
 pytestmark = pytest.mark.unoptimized

@@ -14,8 +14,8 @@ from jedbatch._graph.structures import Structures, counted, written_out
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.heuristics import FALLBACKS, depth
 from jedbatch._schedule.policy import schedule, schedule_copies
-from jedbatch._session.copies import Copies
-from jedbatch._session.verify import verify
+from jedbatch._session.plans.copies import Copies
+from jedbatch._session.plans.verify import verify
 from jedbatch._support.caches import Budget
 from jedbatch.models.workloads import WORKLOADS
 

@@ -6,7 +6,7 @@ import pytest
 from cases.helpers import assert_close, loop
 
 import jedbatch
-from jedbatch._session import types_in_use
+from jedbatch._session.programs import types_in_use
 
 pytestmark = pytest.mark.unoptimized
 

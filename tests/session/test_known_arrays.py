@@ -11,7 +11,7 @@ from cases.helpers import assert_close, loop
 import jedbatch
 from jedbatch._program import host_arrays
 from jedbatch._ragged.lengths import Lengths
-from jedbatch._session import recording
+from jedbatch._session.records import recording
 
 pytestmark = pytest.mark.unoptimized
 

@@ -11,7 +11,7 @@ import pytest
 from cases.helpers import assert_close, compilations, loop
 
 import jedbatch
-from jedbatch._session.arguments import StackedInstances
+from jedbatch._session.records.arguments import StackedInstances
 from jedbatch.testing import weighted_sum
 
 pytestmark = pytest.mark.unoptimized

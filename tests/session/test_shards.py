@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 import jedbatch
 from jedbatch import testing, viz
 from jedbatch._program.sharded import Route, most_instances
-from jedbatch._session.shards import Costs, cut_by_cost
+from jedbatch._session.plans.shards import Costs, cut_by_cost
 
 ADD = jedbatch.cell(lambda p, x, y: jnp.tanh(p * (x + y)), name="add")
 TREES = [((1, 2), 3), 4, (5, (6, (7, 8))), (9, 10), 11]

@@ -306,9 +306,9 @@ def test_what_is_wrong_in_packed_rows_is_found(made, part, change):
 
 def test_all_plans_are_checked_if_wanted(monkeypatch):
     checked = []
-    verify = jedbatch._session.pipeline.verify
+    verify = jedbatch._session.plans.pipeline.verify
     monkeypatch.setattr(
-        "jedbatch._session.pipeline.verify", lambda p: (checked.append(p), verify(p))
+        "jedbatch._session.plans.pipeline.verify", lambda p: (checked.append(p), verify(p))
     )
     batched = jedbatch.batch(encode)
     batched(W, TREES)

@@ -163,7 +163,7 @@ class Registry:
         )
         known = self.operations, self.operators, self.chains
         self.shared_operands = SharedOperands(known, self.assumptions)
-        self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.indices`
+        self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.plans.indices`
         self._types: tuple[NodeType, ...] = ()
 
     def pad(self, graph: Graph) -> Graph:

@@ -1,5 +1,5 @@
 /* Instances of one structure: written out of their graphs, and lowered together. The twin of
- * `_graph/structures.py` and of parts of `_session/copies.py`, which say what is computed.
+ * `_graph/structures.py` and of parts of `_session/plans/copies.py`, which say what is computed.
  */
 
 #include <stdlib.h>

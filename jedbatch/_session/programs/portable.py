@@ -21,7 +21,7 @@ from jedbatch._program.lower_vjp import ReverseSignature
 from jedbatch._program.plan import Plan
 from jedbatch._program.signature import Signature
 from jedbatch._record.passes.projections import Projections
-from jedbatch._session.program_cache import ProgramCache
+from jedbatch._session.programs.program_cache import ProgramCache
 
 
 class NoProgramError(Exception):

@@ -20,8 +20,8 @@ from jedbatch._record.passes.lists import StackedLists
 from jedbatch._record.passes.readout import Readouts
 from jedbatch._record.run.grouping import Grouping
 from jedbatch._record.types.registry import MAX_READ_STATES, Registry
-from jedbatch._session.merging import Merging
 from jedbatch._session.options import Options
+from jedbatch._session.records.merging import Merging
 from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array

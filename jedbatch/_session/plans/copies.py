@@ -41,8 +41,8 @@ from jedbatch._schedule.components import BY_RANK
 from jedbatch._schedule.policy import schedule_copies
 from jedbatch._schedule.schedule import Schedule, schedule_of
 from jedbatch._session.minibatch import Flags, Minibatch, graph_of
-from jedbatch._session.outputs import Returned
-from jedbatch._session.pipeline import Arranged, with_inputs
+from jedbatch._session.plans.outputs import Returned
+from jedbatch._session.plans.pipeline import Arranged, with_inputs
 from jedbatch._session.session import Session
 from jedbatch._support.native import core
 

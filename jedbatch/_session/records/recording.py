@@ -42,9 +42,9 @@ from jedbatch._record.instances.key import (
 from jedbatch._record.operations.floats import Floating, without_floats
 from jedbatch._record.run.grouping import Grouping
 from jedbatch._record.run.trace import trace
-from jedbatch._session.degenerate import warn_if_slowly_recorded, warn_if_some_are_apart
-from jedbatch._session.merging import warn_if_costly
-from jedbatch._session.record_cache import RecordCache
+from jedbatch._session.records.degenerate import warn_if_slowly_recorded, warn_if_some_are_apart
+from jedbatch._session.records.merging import warn_if_costly
+from jedbatch._session.records.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.types import Array
 from jedbatch.errors import PerformanceWarning, SymbolicValueError

@@ -29,9 +29,9 @@ from jedbatch._jaxpr.storage import from_stored, is_key, stored
 from jedbatch._jaxpr.transfers import fetched, handed_over
 from jedbatch._program.returned import unstacked
 from jedbatch._program.stopped import error_of
-from jedbatch._session.indices import table_rows
-from jedbatch._session.program_cache import ProgramCache
-from jedbatch._session.round import Round
+from jedbatch._session.plans.indices import table_rows
+from jedbatch._session.plans.round import Round
+from jedbatch._session.programs.program_cache import ProgramCache
 from jedbatch._support.announce import announce, announced
 from jedbatch._support.types import Array, Leaf
 
@@ -77,7 +77,7 @@ class MappedProgram:
 
     @functools.cached_property
     def _looked_up(self) -> set[tuple[int, int]]:
-        """(place, rows) of arrays whose numbers only name rows of tables: `_session.indices`."""
+        """(place, rows) of arrays whose numbers only name rows of tables (see `plans.indices`)."""
         graph = self._graph
         leaves = [chunk.leaf for chunk in graph.inputs for _ in range(len(chunk))]
         found = set()

@@ -58,9 +58,9 @@ from jedbatch._ragged.shared_values import run_gated
 from jedbatch._record.identity.environment import AccessPath, Environment
 from jedbatch._record.types.registry import Registry
 from jedbatch._schedule.schedule import Schedule
-from jedbatch._session.identities import identity_of
-from jedbatch._session.outside_values import OutsideValues
-from jedbatch._session.types_in_use import TypesInUse
+from jedbatch._session.programs.identities import identity_of
+from jedbatch._session.programs.outside_values import OutsideValues
+from jedbatch._session.programs.types_in_use import TypesInUse
 from jedbatch._support.announce import announce, announced
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import ControlFlowName, Leaf

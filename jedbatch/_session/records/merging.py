@@ -29,7 +29,7 @@ from jedbatch._record.passes.fuse import Blocks
 from jedbatch._record.types.registry import Registry
 from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.policy import schedule
-from jedbatch._session.degenerate import warn_once
+from jedbatch._session.records.degenerate import warn_once
 from jedbatch.errors import NoCellsWarning
 
 MIN_INSTANCES = 8  # recorded in both ways before it is decided

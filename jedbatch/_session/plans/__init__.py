@@ -1,0 +1,1 @@
+"""Recorded minibatches as plans, for one device or for several."""

@@ -1,0 +1,1 @@
+"""Kernels and compiled programs, and what they read besides instances."""

@@ -1,0 +1,1 @@
+"""The graphs of instances: those that are known, and new ones."""
