@@ -71,20 +71,21 @@ Read in this order:
 36. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
 37. `run.recursion`: Recursion deeper than Python's limit.
 38. `run.trace`: Recording a minibatch: every instance of it as a graph.
-39. `passes.call_sites`: Call sites: the places in the user's program where operations are
+39. `passes.patterns`: Patterns: what several operations compute that become one node.
+40. `passes.call_sites`: Call sites: the places in the user's program where operations are
    performed.
-40. `passes.known`: `KnownStretches`: stretches of operations that were met before, found by what
+41. `passes.known`: `KnownStretches`: stretches of operations that were met before, found by what
    they compute.
-41. `passes.tokens`: Tokens: operations by the parts they play, and what has been met before and
+42. `passes.tokens`: Tokens: operations by the parts they play, and what has been met before and
    after each.
-42. `passes.fuse`: Finding cells without marks: operations that always run together become one
+43. `passes.fuse`: Finding cells without marks: operations that always run together become one
    node.
-43. `passes.list_regions`: Nodes of a recording, and how some of them become one.
-44. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
+44. `passes.list_regions`: Nodes of a recording, and how some of them become one.
+45. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
    and again.
-45. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
-46. `passes.lists`: Lists outside of cells: what is done with a stack of values becomes one node.
-47. `passes.readout`: Read-outs: what instances do after their last cell becomes one node.
-48. `passes.projections`: Input projections: products of a cell that no recursion waits for become
+46. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
+47. `passes.lists`: Lists outside of cells: what is done with a stack of values becomes one node.
+48. `passes.readout`: Read-outs: what instances do after their last cell becomes one node.
+49. `passes.projections`: Input projections: products of a cell that no recursion waits for become
    nodes of their own.
 """

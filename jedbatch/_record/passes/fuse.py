@@ -48,35 +48,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import pointers
 from jedbatch._graph.rewrite import Rewrite, rewrite, with_inputs
-from jedbatch._graph.straight import inputs_of, straight
-from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._record.passes.call_sites import Sites, Unit
 from jedbatch._record.passes.known import KnownStretches, Numbers, Parsed, Stretch, relative
+from jedbatch._record.passes.patterns import Pattern, merged_call_spec
 from jedbatch._record.passes.tokens import Tokens
 from jedbatch._record.types.registry import CallSpec, Registry
-from jedbatch._support.types import Leaf
 
 MANY_STRETCHES = 10_000  # known, before all are forgotten
-
-
-class Pattern(NamedTuple):
-    """The computation of a block.
-
-    Attributes:
-      types: the node types of its operations.
-      reads: what they read, one after the other: `k >= 0` is value k made inside, `-1 - k` is
-        operand k of the block, and a pair (value type, bytes) is a number written into it.
-    """
-
-    types: tuple[int, ...]
-    reads: tuple[Any, ...]
 
 
 @dataclass(eq=False)
@@ -373,46 +357,9 @@ class Blocks:
 
     def _call_spec(self, block: Block) -> CallSpec:
         """Returns how to record a block of which some values leave."""
-        pattern, leaving, registry = block.pattern, block.leaving, self._registry
-        types = [registry.node_types[t] for t in pattern.types]
-        shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
-        key = ("block", *pattern, leaving)
-        call = pattern_call(registry, pattern, shared, leaving)
-        call_spec = registry.call_spec(
-            block.name, key, call, shared, block.operands, user_code=False
-        )
-        block.call_specs[leaving] = call_spec
+        call_spec = merged_call_spec(self._registry, block.name, block.pattern, block.leaving)
+        block.call_specs[block.leaving] = call_spec
         return call_spec
-
-
-def pattern_call(
-    registry: Registry, pattern: Pattern, shared: tuple[int, ...], leaving: int
-) -> Callable:
-    """A function of (shared values, operands) that does what a block does."""
-    reads = iter(pattern.reads)
-    types = [registry.node_types[t] for t in pattern.types]
-    calls = [(t, list(itertools.islice(reads, len(t.operands)))) for t in types]
-    numbers = {}
-    for read in pattern.reads:
-        if not isinstance(read, int):
-            kind, data = read
-            value_type = registry.value_types[kind]
-            number = np.frombuffer(data, value_type.dtype)[0]
-            numbers[read] = number.item() if value_type.weak else number
-
-    def call(shared_values: Sequence[Leaf], operand_values: Sequence[Leaf]) -> list[Leaf]:
-        of_shared = dict(zip(shared, shared_values, strict=True))
-
-        def run(node_type: NodeType, operands: list[Any]) -> list[Any]:
-            values = [*(of_shared[s] for s in node_type.shared), *operands]
-            closed = operation_of(node_type).jaxpr
-            results: list[Any] = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *values)
-            return results
-
-        values = straight(calls, inputs_of(operand_values) | numbers, run)
-        return [values[k] for k in range(leaving.bit_length()) if leaving >> k & 1]
-
-    return call
 
 
 GRANULARITIES: dict[str, Callable[[Registry], Any]] = {

@@ -40,10 +40,10 @@ from jedbatch._graph.prune import without_unread
 from jedbatch._graph.types import NodeType
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._record.passes.fuse import Pattern, pattern_call
 from jedbatch._record.passes.list_axes import ListAxes, has_extent
 from jedbatch._record.passes.list_regions import ListRegion, RecordedNodes
 from jedbatch._record.passes.list_uses import Use, find_uses
+from jedbatch._record.passes.patterns import Pattern, pattern_call
 from jedbatch._record.types.list_cells import LONG
 from jedbatch._record.types.registry import CallSpec, Registry
 from jedbatch._record.types.shared_operands import STACKS

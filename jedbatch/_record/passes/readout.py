@@ -26,7 +26,7 @@ from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.interpret import performs
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._record.operations.operators import PICK
-from jedbatch._record.passes.fuse import Pattern, pattern_call
+from jedbatch._record.passes.patterns import Pattern, merged_call_spec
 from jedbatch._record.types.registry import Registry
 
 MOST_OPERATIONS = 64  # of a read-out
@@ -201,24 +201,12 @@ class Readouts:
         left: Sequence[int],
     ) -> int:
         """Returns the id of the type that computes what some operations do."""
-        registry = self.registry
-        node_types = [registry.node_types[t] for t in types]
         slot = {v: k for k, v in enumerate(values)}
         place = {r: k for k, r in enumerate(dict.fromkeys(r for r in reads if r < 0))}
-        kinds = [k for t in node_types for k in registry.kinds_of(t.operands)]
-        of_place = dict(zip(reversed(reads), reversed(kinds), strict=True))
         written = tuple(slot[r] if r >= 0 else -1 - place[r] for r in reads)
         leaving = sum(1 << slot[v] for v in left)
         pattern = Pattern(tuple(types), written)
-        shared = tuple(dict.fromkeys(s for t in node_types for s in t.shared))
-        return registry.call_spec(
-            f"{node_types[0].name}..{node_types[-1].name}",
-            ("readout", *pattern, leaving),
-            pattern_call(registry, pattern, shared, leaving),
-            shared,
-            tuple(of_place[r] for r in place),
-            user_code=False,
-        ).node_type
+        return merged_call_spec(self.registry, None, pattern, leaving).node_type
 
 
 def _ends(graph: Graph, length: int) -> Ends:
