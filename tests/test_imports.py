@@ -198,7 +198,7 @@ READ_FRAMES = {
     "_record/run/recursion.py",
     "_record/identity/escapes.py",  # what keeps a traced value
     "_record/identity/concretization.py",  # whether code that a cell calls asks what a number is
-    "_record/passes/call_sites.py",  # where operations are performed
+    "_record/run/units.py",  # which functions would be cells
     "_lazy/scope.py",  # where a scope is opened
 }
 OF_FRAMES = {"_getframe", "currentframe", "f_back", "f_code", "f_globals", "f_locals", "tb_frame"}

@@ -196,13 +196,13 @@ def batch(
       granularity: what a node is. "cell": a call of a `cell`, of a jit-ted function, or one
         operation outside of them. "auto" finds operations that always run together and makes each
         such group one node, so that a model without any `cell` runs like one with cells; cells
-        stay whole. Functions that decide on values run as they are recorded, as with "cell". None
-        is "cell" for a function that calls
-        cells, except that operations on the stack of a Python list become one node once lists of
-        two lengths have been met. A function that calls no cell is recorded in both ways once 512
-        operations have been recorded, until 8 instances have been: then "auto" is taken if it
-        leaves at most two thirds of nodes and batches, and no more types. Either may change the
-        last bits of what was computed before.
+        stay whole, and so do loops and branches. Functions that decide on values run as they are
+        recorded, as with "cell". None is "cell" for a function that calls cells, except that
+        operations after the last cell become one node. For a function that calls no cell both are
+        compared once 512 operations have been recorded, until 8 instances have been: then "auto" is
+        taken if it leaves at most two thirds of nodes and batches, and no more types. Operations on
+        the stack of a Python list become one node once lists of two lengths have been met, except
+        with "cell". Any of this may change the last bits of what was computed before.
       target: the kind of device to make programs for, "cpu" or "gpu", or a `jedbatch.Target`. None
         takes that of the shared arguments, if they are bound to a device, or else JAX's default.
         A program for another kind of device gives the same results, more slowly.

@@ -265,8 +265,8 @@ class Regions:
     def note_whole(self, subgraphs: Sequence[Subgraph]) -> None:
         """Takes note of the parts of a graph that nothing is left of, since the rest joins them.
 
-        Once it may be another one than before: the ends of instances are merged from some time on
-        (see `_record.passes.readout`).
+        Once it may be another one than before: operations are merged from some time on (see
+        `_record.passes.coalesce`).
         """
         key = tuple([subgraph.key for subgraph in subgraphs])
         if self._whole not in (key, None):

@@ -65,27 +65,24 @@ Read in this order:
    arguments.
 32. `calls.slow_path`: Recording calls of cells the first time, and those without a short
    description.
-33. `run.grouping`: `Grouping`: merges nodes or takes them apart, as a recorder sees it.
-34. `run.recorder`: A recorder of what a function does to symbolic values.
-35. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-36. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
-37. `run.recursion`: Recursion deeper than Python's limit.
-38. `run.trace`: Recording a minibatch: every instance of it as a graph.
+33. `run.recorder`: A recorder of what a function does to symbolic values.
+34. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+35. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
+36. `run.recursion`: Recursion deeper than Python's limit.
+37. `run.trace`: Recording a minibatch: every instance of it as a graph.
+38. `run.units`: Units: the functions of the user that would be cells of the operations that are
+   recorded.
 39. `passes.patterns`: Patterns: what several operations compute that become one node.
-40. `passes.call_sites`: Call sites: the places in the user's program where operations are
-   performed.
-41. `passes.known`: `KnownStretches`: stretches of operations that were met before, found by what
+40. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
    they compute.
-42. `passes.tokens`: Tokens: operations by the parts they play, and what has been met before and
-   after each.
-43. `passes.fuse`: Finding cells without marks: operations that always run together become one
+41. `passes.coalesce`: Finding cells without marks: operations that always run together become one
    node.
-44. `passes.list_regions`: Nodes of a recording, and how some of them become one.
-45. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
+42. `passes.list_regions`: Nodes of a recording, and how some of them become one.
+43. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
    and again.
-46. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
-47. `passes.lists`: Lists outside of cells: what is done with a stack of values becomes one node.
-48. `passes.readout`: Read-outs: what instances do after their last cell becomes one node.
-49. `passes.projections`: Input projections: products of a cell that no recursion waits for become
+44. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
+45. `passes.lists`: Lists outside of cells: what is done with a stack of values becomes one node.
+46. `passes.readout`: Read-outs: what instances do after their last cell becomes one node.
+47. `passes.projections`: Input projections: products of a cell that no recursion waits for become
    nodes of their own.
 """

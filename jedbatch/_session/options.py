@@ -11,9 +11,9 @@ from jedbatch._jaxpr.configuration import finds_faults
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._kernel.target import Target
 from jedbatch._layout.node_order import checked_order
-from jedbatch._record.passes.fuse import GRANULARITIES
 from jedbatch._support.types import ControlFlowName
 
+GRANULARITIES = ("auto", "cell")
 ONE_EXECUTOR = (
     "Programs run as one; leave it out. To look for errors, `jax.disable_jit()` runs Python line "
     "by line, and `jax_debug_nans` names the cell. `batched.warm` compiles before the first call, "
@@ -76,7 +76,7 @@ class Options:
         checks.one_of(name, "control_flow", self.control_flow, ("auto", "lanes", "lockstep"))
         grain = self.granularity
         instead = NO_OP if isinstance(grain, str) and grain == "op" else ""
-        checks.one_of(name, "granularity", grain, (*sorted(GRANULARITIES), None), instead)
+        checks.one_of(name, "granularity", grain, (*GRANULARITIES, None), instead)
         if self.key is not None:
             expected = "a function of the mapped arguments of an instance"
             checks.function(name, "key", self.key, expected, "It gives something hashable.")

@@ -62,14 +62,14 @@ def test_functions_of_whole_trees_have_few_types_and_stop_compiling(name):
     batched = jedbatch.batch(WRAPPED[name])
     loss = jax.value_and_grad(lambda p, trees: batched(p, trees).sum())
     of_loop = jax.value_and_grad(lambda p, trees: sum(score(p, tree) for tree in trees))
-    for seed in range(2):
+    for seed in range(4):  # after three it is known that merging operations pays
         loss(P, minibatch(seed))
-    for seed in range(2, 5):
+    for seed in range(4, 7):
         with compilations() as late:
             found = loss(P, minibatch(seed))
         assert not late
         assert_close(found, of_loop(P, minibatch(seed)), rtol=1e-4)
-    assert len(types_of(batched.plan(P, minibatch(5)))) <= 8
+    assert len(types_of(batched.plan(P, minibatch(7)))) == 3
 
 
 def test_cells_of_a_compiled_function_are_cells():

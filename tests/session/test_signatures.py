@@ -15,8 +15,8 @@ import pytest
 import jedbatch
 from jedbatch._kernel.target import TARGETS
 from jedbatch._layout.node_order import ORDERS
-from jedbatch._record.passes.fuse import GRANULARITIES
 from jedbatch._schedule.encodings import ENCODINGS
+from jedbatch._session.options import GRANULARITIES
 
 
 def scale(params: dict, x: jax.Array, *, times: int = 2) -> jax.Array:

@@ -198,8 +198,7 @@ def _prepared(
     by_attributes = isinstance(identity, ByAttributes)
     if lifted:
         identity = identity, lifted.arithmetic.key
-    if recorder.grouping is None:
-        _make_values(recorder, (identity, options, tree_key(tree)), leaves)
+    _make_values(recorder, (identity, options, tree_key(tree)), leaves)
     slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
     asked: list[Asked] = []
 
@@ -294,9 +293,8 @@ def cell_call_spec(
     if hasattr(fn, "__code__") and is_new:
         recorder.registry.warn_if_many(fn.__code__, found.identity, f"cell `{cell.name}`")
     calls = found.identity, found.options
-    if recorder.grouping is None:
-        is_operand = [slot == "value" for slot in found.slots]
-        recorder.registry.arities.note(calls, fn, args, is_operand, call_spec.node_type)
+    is_operand = [slot == "value" for slot in found.slots]
+    recorder.registry.arities.note(calls, fn, args, is_operand, call_spec.node_type)
     return call_spec, [v.index for v in found.operands]
 
 

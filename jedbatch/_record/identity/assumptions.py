@@ -10,7 +10,7 @@ then on. What has failed once is not assumed again.
 What was recorded under an assumption that fails is recorded once more. That takes long, and is not
 the same everywhere, so each *group* of assumptions has a version of its own:
 
-- `numbers`, `variants`, `recursion`: instances that are being recorded are recorded once more.
+- `numbers`, `variants`: instances that are being recorded are recorded once more.
 - `shared`: the same, and records of earlier instances are forgotten.
 - `types`: these records are forgotten, as types that had been met have become others.
 - `regions`: records of arrays that differ in length are forgotten.

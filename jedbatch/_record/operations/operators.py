@@ -34,7 +34,7 @@ from jedbatch._support.types import Leaf, PyTree
 
 NUMBERS, WHOLE = (int, float, np.generic), (int, np.integer)
 SMALL = 1 << 31  # whole numbers below can be computed with
-PICK = "pick"  # the operation `value[i]`, if a grouping decides whether i is a value
+PICK = "pick"  # the operation `value[i]`, where i is a value
 
 
 # --- indexing ---
@@ -46,10 +46,7 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     number = isinstance(item, WHOLE) and not isinstance(item, bool)
     if leaf is None or not is_static(item) or is_ragged(value.shape):
         if recorder.active and value.shape and not is_ragged(value.shape):
-            if number and recorder.locates:
-                row = recorder.input(row_index(item, value.shape[0]))
-                return recorder.node(PICK, PICK, _pick, (), [value, row])
-            part = None if recorder.locates else BasicIndex.of(value.shape, item)
+            part = BasicIndex.of(value.shape, item)
             if part is not None and _differs(recorder, value, part):
                 starts = [recorder.input(start) for start in part.starts]
                 return recorder.node(PICK, (PICK, part.form), part.take, (), [value, *starts])
@@ -129,11 +126,6 @@ def _differs(recorder: RecorderLike, value: Value, part: BasicIndex) -> bool:
     of = PICK, extents, str(value.dtype), part.form
     place = (*part.starts, *(value.shape[k] for k in part.cut))
     return not recorder.registry.assumptions.holds("variants", of, place, 1)
-
-
-def _pick(_: Any, operands: Sequence[Any]) -> PyTree:
-    """A row of a value, by number."""
-    return jax.lax.dynamic_index_in_dim(*operands, keepdims=False)
 
 
 def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
@@ -320,12 +312,9 @@ def step_by_step(recorder: RecorderLike, how: Hashable, slow_path: Callable, x: 
     out = slow_path(x)
     nodes = recorder.call_specs[before[0] :]
     reads = [x.index, *range(first, recorder.num_values - 1)]
-    if recorder.locates and len(nodes) > 1:  # each was recorded somewhere else in JAX
-        return out
     if type(out) is Value and nodes and len(recorder.input_group) == before[2]:
         is_chain = recorder.num_values - first == len(nodes) and out.index == first + len(nodes) - 1
         if is_chain and recorder.references[before[1] :] == reads:
-            recorder.mark_again()
             all_call_specs = recorder.registry.call_specs
             recorder.registry.chains[way] = [all_call_specs[c] for c in nodes]
     return out
@@ -392,7 +381,6 @@ def _noted(recorder: RecorderLike, way: tuple, a: object, b: object) -> Leaf:
         return out
     if len(recorder.call_specs) != num_nodes + 1 or type(out) is not Value:
         return out
-    recorder.mark_again()  # as if it had come by the fast path
     sides = [getattr(a, "index", None), getattr(b, "index", None)]
     group = None
     if sides[1] is None:  # a number; it may have decided what was done

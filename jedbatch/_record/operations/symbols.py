@@ -31,10 +31,8 @@ class RecorderLike(Protocol):
 
     registry: Registry
     active: bool
-    locates: bool
     keeps_types: bool
     caching: bool
-    grouping: Any
     call_specs: list[int]
     references: list[int]
     counter: list[int]
@@ -99,8 +97,6 @@ class RecorderLike(Protocol):
     def results(self, call_spec: CallSpec, index: int) -> PyTree: ...
 
     def slow_path(self, cell: Any, args: tuple, static: dict) -> PyTree: ...
-
-    def mark_again(self) -> None: ...
 
     def step_by_step(self, how: Hashable, slow_path: Callable, x: "Value") -> Leaf: ...
 

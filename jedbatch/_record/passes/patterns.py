@@ -59,14 +59,11 @@ def pattern_call(
     return call
 
 
-def merged_call_spec(
-    registry: Registry, name: str | None, pattern: Pattern, leaving: int
-) -> CallSpec:
+def merged_call_spec(registry: Registry, pattern: Pattern, leaving: int) -> CallSpec:
     """Returns how to record a node that computes a pattern, of which some values leave.
 
     Args:
       registry: where types are interned.
-      name: of the node; None for those of its first and last operation.
       pattern: what it computes.
       leaving: the values made inside that it returns, as bits.
     """
@@ -75,7 +72,7 @@ def merged_call_spec(
     kinds = itertools.chain.from_iterable(registry.kinds_of(t.operands) for t in types)
     operands = {-1 - r: k for r, k in zip(pattern.reads, kinds, strict=True) if _is_operand(r)}
     return registry.call_spec(
-        name or f"{types[0].name}..{types[-1].name}",
+        f"{types[0].name}..{types[-1].name}",
         ("merged", *pattern, leaving),
         pattern_call(registry, pattern, shared, leaving),
         shared,

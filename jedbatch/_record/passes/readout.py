@@ -206,7 +206,7 @@ class Readouts:
         written = tuple(slot[r] if r >= 0 else -1 - place[r] for r in reads)
         leaving = sum(1 << slot[v] for v in left)
         pattern = Pattern(tuple(types), written)
-        return merged_call_spec(self.registry, None, pattern, leaving).node_type
+        return merged_call_spec(self.registry, pattern, leaving).node_type
 
 
 def _ends(graph: Graph, length: int) -> Ends:

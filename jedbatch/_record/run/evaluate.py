@@ -86,7 +86,6 @@ def record_graph(
     references = np.where(inputs, operand - first_input, starts[operand])
     references = ranges(references, np.where(inputs, 1, sizes[operand]))
     recorder.call_specs += ids.tolist()
-    recorder.mark()
     recorder.references += references.tolist()
     recorder.num_values = int(starts[-1])
     return Results(recorder, [made_by[t] for t in node_type.tolist()], starts[:-1])

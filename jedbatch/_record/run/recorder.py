@@ -81,7 +81,6 @@ from jedbatch._record.operations.operators import (
 )
 from jedbatch._record.operations.static_numbers import STATIC, row_of_weight, with_data
 from jedbatch._record.operations.symbols import Shared, Symbol, Value, frozen
-from jedbatch._record.run.grouping import Grouping
 from jedbatch._record.types.custom_rules import (
     calling_with_forward_rule,
     calling_with_reverse,
@@ -114,10 +113,9 @@ class Recorder(Trace):
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
       leaving: is told of symbols whose values leave JAX, and by what, before they do; or None.
       together: what some functions return, which may wait for values each on its own.
-      grouping: merges nodes later; None to keep nodes as they are.
       keeps_types: whether operations are to have the types at first that they have later, as far as
         that can be; programs of rounds would otherwise grow when types change.
-      sites: the call sites of the nodes, if `grouping` wants to know them (see `Sites.here`).
+      noting: is called for each operation outside of cells; or None.
     """
 
     __slots__ = ("__dict__", "call_cell")  # the compiled core reads `call_cell` for every call
@@ -128,9 +126,9 @@ class Recorder(Trace):
         self,
         registry: Registry,
         caller: Any,
-        grouping: Grouping | None = None,
         read: Callable[[Symbol], np.ndarray] | None = None,
         together: Callable[[Sequence[Callable[[], Any]]], list[Any]] = in_order,
+        noting: Callable[[], None] | None = None,
     ):
         super().__init__()
         self.registry = registry
@@ -159,14 +157,9 @@ class Recorder(Trace):
         self._owned: set[int] | None = None
         self.watched: dict[int, Watched] = {}  # containers that may change
         self.call_cell, self._forget_objects, self._next_instance = fast_path(self)
-        self.grouping = grouping
-        self.sites: list[tuple[int, bool]] = []
-        self._here = None if grouping is None else grouping.here
-        self.locates = grouping is not None and grouping.picks
+        self.noting = noting
         self.keeps_types = False
         self.has_numbers = False  # of Python, for floats of the instance
-        if self._here is not None:
-            self.call_cell = self._marking(self.call_cell)
 
     def is_valid(self) -> bool:
         if self.active:
@@ -226,7 +219,7 @@ class Recorder(Trace):
     def forget(self) -> None:
         """Lets go of everything symbolic, and of those who computed its values."""
         self.active = False
-        self.read, self.leaving, self.together = None, None, in_order
+        self.read, self.leaving, self.noting, self.together = None, None, None, in_order
         self.call_cell = refuse_call  # the function there holds this recorder
         self._forget_objects()
         self._forget_objects = self._next_instance = nothing_to_forget
@@ -348,27 +341,6 @@ class Recorder(Trace):
 
     # --- cells ---
 
-    def _marking(self, call_cell: Callable) -> Callable:
-        """The same, noting call sites."""
-
-        def call(cell: Cell, args: tuple, static: dict) -> PyTree:
-            out = call_cell(cell, args, static)
-            self.mark()
-            return out
-
-        return call
-
-    def mark(self) -> None:
-        """Notes the call site of what was recorded last, for groupings of nodes."""
-        if self._here is not None and len(self.sites) != len(self.call_specs):
-            self.sites += [self._here()] * (len(self.call_specs) - len(self.sites))
-
-    def mark_again(self) -> None:
-        """Notes the call site of the last node as that of the caller."""
-        if self._here is not None:
-            _, same = self.sites.pop()
-            self.sites.append((self._here()[0], same))
-
     def results(self, call_spec: CallSpec, index: int) -> PyTree:
         """Returns the results of a recorded call, in its structure."""
         values = [self.result(self, i, kind) for i, kind in enumerate(call_spec.results, index)]
@@ -383,7 +355,8 @@ class Recorder(Trace):
     def record(self, call_spec: CallSpec) -> PyTree:
         """Appends a node whose references are in place already; returns its results."""
         self.call_specs.append(call_spec.node_type)
-        self.mark()
+        if self.noting is not None:
+            self.noting()
         index = self.num_values
         self.num_values = index + len(call_spec.results)
         return self.results(call_spec, index)

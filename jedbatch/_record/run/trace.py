@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -26,7 +26,6 @@ from jedbatch._record.cell import recording
 from jedbatch._record.instances.arrays import flatten, is_array
 from jedbatch._record.operations.failures import note_instance
 from jedbatch._record.operations.symbols import Value
-from jedbatch._record.run.grouping import Grouping
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.recursion import deeply
 from jedbatch._record.types.registry import Registry
@@ -39,18 +38,38 @@ RECORDS_CALLS = True  # see `_support.frames`
 MAX_RECORDINGS = 8  # of a minibatch, to record all in one way; classes made each time prevent it
 
 
+class Traced(NamedTuple):
+    """What recording a minibatch gave.
+
+    Attributes:
+      graph: of the instances, a node for each operation and each call of a cell.
+      forms: (structure, types of its leaves) of the result of each instance.
+      caching: whether what each was recorded as may be kept for later calls.
+      tracers: of outer transformations that the function closes over.
+    """
+
+    graph: Graph
+    forms: list[tuple[Any, tuple]]
+    caching: list[bool]
+    tracers: list[Any]
+
+    def records(self, passes: Sequence[Callable[[Graph], Graph]] = ()) -> list[Record]:
+        """Returns the record of each instance, after passes over the graph of all."""
+        graph = functools.reduce(lambda graph, make: make(graph), passes, self.graph)
+        return Record.of_all(graph, self.forms)
+
+
 def trace(
     fn: Callable,
     registry: Registry,
     instances: Sequence[Sequence[Any]],
     arrays: Sequence[Sequence[Any]],
     arrange: Callable,
-    grouping: Grouping | None = None,
     read: Callable | None = None,
     types: Callable[[int], Any] | None = None,
-    passes: Sequence[Callable[[Graph], Graph]] = (),
     numbers: Sequence[int] | None = None,
-) -> tuple[list[Record], list[bool], list[Any]]:
+    noting: Callable[[], None] | None = None,
+) -> Traced:
     """Runs `fn` on symbolic values, once per instance.
 
     Args:
@@ -59,42 +78,35 @@ def trace(
       instances: the mapped arguments of each instance.
       arrays: the arrays in them, in order.
       arrange: makes the arguments of `fn` from the shared and the mapped ones.
-      grouping: merges nodes, one of `GRANULARITIES`.
       read: called with a symbol whose value is needed; by default that is an error.
       types: called with the number of an instance that is about to be recorded, gives (shape,
         dtype, weak) of its arrays; None, or given none, if extents are to be known.
-      passes: make the graph that is returned of what was recorded and grouped, one after another.
       numbers: of the instances in the minibatch, for messages; None if these are all of it.
+      noting: is called for each operation outside of cells; or None.
 
     Returns:
-      For each instance its record and whether it may be kept for later calls, and the tracers of
-      outer transformations that `fn` closes over.
+      The graph of the instances, and what else is known of them.
     """
     numbers = range(len(instances)) if numbers is None else numbers
     record = functools.partial(
-        _record, fn, registry, instances, arrays, arrange, grouping, read, types, numbers
+        _record, fn, registry, instances, arrays, arrange, read, types, numbers, noting
     )
 
     looks = itertools.count()
 
     def assumed() -> int:
-        """The operands and what recurs: where they change, the same is recorded in two ways."""
+        """The operands: where they change, the same is recorded in two ways."""
         more = () if next(looks) > 2 * MAX_RECORDINGS else ("numbers", "variants")
-        return registry.assumptions.version("shared", "recursion", *more)
+        return registry.assumptions.version("shared", *more)
 
-    merged = None
-    while merged is None:
-        recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
-        columns = recorder.written
-        flat = np.fromiter(itertools.chain.from_iterable(ends), np.int64)
-        try:
-            graph = finish(registry, columns, outputs, flat.reshape(len(ends), -1).T)
-        except OverflowError as error:
-            raise _overflow(registry, columns, ends, numbers) or error from None
-        merged = graph if grouping is None else grouping.group(graph, recorder.sites)
-    for make in passes:
-        merged = make(merged)
-    return Record.of_all(merged, forms), caching, recorder.tracers
+    recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
+    columns = recorder.written
+    flat = np.fromiter(itertools.chain.from_iterable(ends), np.int64)
+    try:
+        graph = finish(registry, columns, outputs, flat.reshape(len(ends), -1).T)
+    except OverflowError as error:
+        raise _overflow(registry, columns, ends, numbers) or error from None
+    return Traced(graph, forms, caching, recorder.tracers)
 
 
 def _overflow(
@@ -119,10 +131,10 @@ def _overflow(
     return None
 
 
-def _record(fn, registry, instances, arrays, arrange, grouping, read, types, numbers):
+def _record(fn, registry, instances, arrays, arrange, read, types, numbers, noting):
     """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
     caller = trace_of_caller()
-    recorder = Recorder(registry, caller, grouping, read)
+    recorder = Recorder(registry, caller, read, noting=noting)
     registry.slow_calls.clear()
     registry.num_repeated = 0
     end = ending(recorder)

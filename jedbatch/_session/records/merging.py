@@ -2,8 +2,8 @@
 
 A function in plain `jax.numpy` is recorded operation by operation, and may take twice as long to
 run as one with cells. Where nobody has chosen a granularity, its first minibatches are therefore
-recorded once more, in the way of `granularity="auto"` (see `_record.passes.fuse`), as soon as
-there is enough to see, and the two graphs are compared before a program is made. Operations are
+looked at in the way of `granularity="auto"` (see `_record.passes.coalesce`), as soon as there is
+enough to see, and the two graphs are compared before a program is made. Operations are
 merged from then on if that makes nodes, batches and types fewer by a stated part; if not, or if the
 function calls cells, nothing changes. It is decided once.
 
@@ -16,16 +16,16 @@ operations, there is nothing to merge, and a node an operation is what cells wou
 of a cell is recorded at once, so such operations are warned of, too.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from jedbatch._graph.degeneracy import Degeneracy
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
-from jedbatch._graph.types import operation_of
-from jedbatch._record.passes.call_sites import Unit
-from jedbatch._record.passes.fuse import Blocks
+from jedbatch._record.passes.coalesce import has_cells
+from jedbatch._record.run.units import Unit
 from jedbatch._record.types.registry import Registry
 from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.policy import schedule
@@ -35,25 +35,20 @@ from jedbatch.errors import NoCellsWarning
 MIN_INSTANCES = 8  # recorded in both ways before it is decided
 MIN_NODES = 512  # recorded before that is begun
 MANY_OPERATIONS = 2048  # of a minibatch that are worth a warning,
-MOST_NAMED, PART = 3, 0.1  # which names so many functions, each with so much of them
+MOST_NAMED, MIN_PART = 3, 0.1  # which names so many functions, each with so much of them
 FEWER = 2 / 3  # merging pays if this part of nodes and of batches is left, or less
 
 
 class Merging:
     """The comparison of granularities on the first minibatches of a function.
 
-    Args:
-      registry: where types are interned.
-
     Attributes:
-      blocks: that merge operations, and learn from these minibatches.
       is_decided: whether enough has been met.
       pays: whether operations are to be merged.
       has_cells: whether the function calls some.
     """
 
-    def __init__(self, registry: Registry):
-        self.blocks = Blocks(registry)
+    def __init__(self) -> None:
         self.is_decided = False
         self.pays = False
         self.has_cells = False
@@ -61,11 +56,11 @@ class Merging:
         self._num_compared = 0
 
     def asks(self, records: Sequence[Record]) -> bool:
-        """Returns whether to record these new instances again, with `blocks`, and compare them."""
+        """Returns whether to merge nodes of these new instances, too, and compare."""
         graph = records[0].whole
         if len(graph.node_type) <= len(records):  # one operation or none
             return False
-        if any(_is_cell(graph, t) for t in graph.present_types):
+        if has_cells(graph):
             self.is_decided = self.has_cells = True
         self._num_nodes += len(graph.node_type)
         return not self.is_decided and self._num_nodes >= MIN_NODES
@@ -82,40 +77,48 @@ class Merging:
         self.pays = types_left <= types and all(left <= FEWER * num for num, left in others)
 
 
-def warn_if_costly(blocks: Blocks, graph: Graph, seconds: float, registry: Registry) -> None:
+def warn_if_costly(
+    graph: Graph,
+    merged: Graph,
+    seconds: float,
+    registry: Registry,
+    units: Callable[[], Counter[Unit]],
+) -> None:
     """Warns of many operations that calls of cells would take the place of.
 
     Args:
-      blocks: that merged them, if that pays.
-      graph: of the new instances of a minibatch, merged.
+      graph: of the new instances of a minibatch, with a node for each operation.
+      merged: the same as it is planned, with operations merged if that pays.
       seconds: that recording them has taken.
       registry: has the lines of operations, and which warnings there have been.
+      units: counts operations by what would be a cell of them.
     """
-    if NoCellsWarning in registry.warned:
+    total, num_nodes = len(graph.node_type), len(merged.node_type)
+    if NoCellsWarning in registry.warned or total < MANY_OPERATIONS:
         return
-    operations, num_nodes = blocks.operations(graph), len(graph.node_type)
-    total, single = operations.total(), operations.pop(None, 0)
-    if total < MANY_OPERATIONS or Degeneracy.of(graph) is not None:  # which is warned of first
+    if Degeneracy.of(merged) is not None:  # which is warned of first
         return
-    units = [u for u, num in operations.most_common(MOST_NAMED) if u and num >= PART * total]
+    counts = units() if num_nodes < total else Counter()
+    part = MIN_PART * counts.total()
+    named = [u for u, num in counts.most_common(MOST_NAMED) if num >= part]
     cures = []
-    if parts := [u for u in units if not u.is_whole]:
+    if parts := [u for u in named if not u.is_whole]:
         cures.append(f"write `@jedbatch.cell` above {_places(parts)}")
-    if wholes := [u for u in units if u.is_whole]:
+    if wholes := [u for u in named if u.is_whole]:
         cures.append(
             "make a function with `@jedbatch.cell` above it of what is done for one node in "
             f"{_places(wholes)}"
         )
-    if not cures and single:
+    if not cures:
         cures.append(
-            f"call cells, such as `jedbatch.cell(jnp.add)`, in place of {_single(graph, registry)}"
+            f"call cells, such as `jedbatch.cell(jnp.add)`, in place of {_single(merged, registry)}"
         )
     a_node = f"{1e6 * seconds / num_nodes:.0f} µs for each of the {num_nodes} nodes"
-    merged = f", or {a_node} that they were merged into" if num_nodes < total else ""
+    merged_into = f", or {a_node} that they were merged into" if num_nodes < total else ""
     warn_once(
         NoCellsWarning,
         f"a minibatch was recorded operation by operation: {total} of them, in "
-        f"{1e3 * seconds:.0f} ms, {1e6 * seconds / total:.1f} µs each{merged}. "
+        f"{1e3 * seconds:.0f} ms, {1e6 * seconds / total:.1f} µs each{merged_into}. "
         "A call of a cell is recorded at once, in about one: "
         f"{'; '.join(cures) or 'write `@jedbatch.cell` above what is done for one node'}",
         registry.warned,
@@ -133,11 +136,6 @@ def _single(graph: Graph, registry: Registry) -> str:
 
 def _places(units: Sequence[Unit]) -> str:
     return ", ".join(f"`{u.name}` ({u.line})" for u in units)
-
-
-def _is_cell(graph: Graph, node_type: int) -> bool:
-    key = operation_of(graph.types[node_type]).key[0]
-    return isinstance(key, tuple) and key[0] == "cell"
 
 
 def _counts(graph: Graph) -> tuple[int, int, int]:

@@ -15,10 +15,9 @@ from jedbatch._ragged.tiled_records import Expansion
 from jedbatch._record.identity.environment import NOWHERE, Reached
 from jedbatch._record.instances.key import keys_with_arrays
 from jedbatch._record.operations.floats import Floats
-from jedbatch._record.passes.fuse import GRANULARITIES, Blocks
+from jedbatch._record.passes.coalesce import Coalescing
 from jedbatch._record.passes.lists import StackedLists
 from jedbatch._record.passes.readout import Readouts
-from jedbatch._record.run.grouping import Grouping
 from jedbatch._record.types.registry import MAX_READ_STATES, Registry
 from jedbatch._session.options import Options
 from jedbatch._session.records.merging import Merging
@@ -108,11 +107,12 @@ class RecordCache:
 
     Attributes:
       registry: types met so far.
-      grouping: merges nodes; None if nodes are what was recorded.
-      lists: merges what is done with lists outside of cells; None if operations are kept apart.
       readouts: merges what is done after the last cells; None if operations are kept apart.
-      merging: says whether to merge nodes; None if that is decided.
-      unmarked: merges nodes of a function without cells unasked; None if it has some.
+      coalescing: merges what always runs together.
+      coalesces: whether it is to be merged.
+      lists: merges what is done with lists outside of cells; None if operations are kept apart.
+      merging: says whether it is to be merged; None if that is decided.
+      is_unmarked: whether the function calls no cells, as far as is known, unasked.
       by_key: records, by the key of the instance.
       by_id: (instance, record) by the id of an instance that cannot change.
       with_arrays: records of instances with arrays, as long as lengths do not matter.
@@ -126,17 +126,18 @@ class RecordCache:
         self.registry = registry
         self.num_recorded = 0
         self.floats = Floats(registry.assumptions, registry.budget)
-        self.grouping = GRANULARITIES[options.granularity or "cell"](registry)
-        self.merging = Merging(registry) if options.granularity is None else None
-        self.unmarked: Blocks | None = self.merging.blocks if self.merging else None
-        self.lists = StackedLists(registry) if options.granularity is None else None
+        self.coalescing = Coalescing(registry)
+        self.coalesces = options.granularity == "auto"
+        self.merging = Merging() if options.granularity is None else None
+        self.is_unmarked = options.granularity is None
         self.readouts = Readouts(registry) if options.granularity is None else None
+        self.lists = StackedLists(registry) if options.granularity != "cell" else None
         self._limit = options.cache_size
         self._known: dict[int, Memories] = Memory(MAX_READ_STATES)
         self._number = NOWHERE.number
         self.by_key, self.by_id, self.with_arrays = self._memories(NOWHERE.number)
         registry.read(NOWHERE)
-        apart = None if self.grouping is None else f"granularity is {options.granularity!r}"
+        apart = f"granularity is {options.granularity!r}" if self.coalesces else None
         self._families: Memory = Memory(self._limit, registry.budget, _bytes_of_family)
         self.lengths = Lengths(apart, self._families, registry.assumptions)
         self.regions = Regions(registry, target.rest_work)
@@ -240,12 +241,14 @@ class RecordCache:
         for key in old:
             del self.by_key[key]
 
-    def passes(self, grouping: Grouping | None) -> list[Callable[[Graph], Graph]]:
-        """Returns the passes over graphs of instances, given what merges their nodes."""
-        pad = self.registry.pad
-        if grouping is not None or self.lists is None or self.readouts is None:
-            return [pad]
-        return [self.lists.merge, pad, self.readouts.merge]
+    def passes(self, coalesces: bool) -> list[Callable[[Graph], Graph]]:
+        """Returns the passes over graphs of instances, which coalesce nodes or not."""
+        passes: list[Callable[[Graph], Graph]] = [self.registry.pad]
+        if coalesces:
+            passes = [self.coalescing.merge, *passes]
+        elif self.readouts is not None:
+            passes = [*passes, self.readouts.merge]
+        return passes if self.lists is None else [self.lists.merge, *passes]
 
     @property
     def revision(self) -> int:
@@ -256,7 +259,7 @@ class RecordCache:
         """Returns assumptions about lengths, numbers, floats and lists, and granularity."""
         version = self.registry.assumptions.version
         versions = version("types", "shared", "lengths", "regions", "floats")
-        return versions, self.grouping, self.floats.apart
+        return versions, self.coalesces, self.floats.apart
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -281,10 +284,9 @@ class RecordCache:
         """Does what the first minibatches have said about merging nodes, if they have."""
         if self.merging is not None and self.merging.is_decided:
             if self.merging.pays:
-                self.grouping = self.merging.blocks
+                self.coalesces = True
                 self.forget_records()
-            elif self.merging.has_cells:
-                self.unmarked = None
+            self.is_unmarked = not self.merging.has_cells
             self.merging = None
 
     def bind(self) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,8 +41,9 @@ from jedbatch._record.instances.key import (
     written_key,
 )
 from jedbatch._record.operations.floats import Floating, without_floats
-from jedbatch._record.run.grouping import Grouping
-from jedbatch._record.run.trace import trace
+from jedbatch._record.passes.coalesce import has_cells
+from jedbatch._record.run.trace import Traced, trace
+from jedbatch._record.run.units import Unit, Units
 from jedbatch._session.records.degenerate import warn_if_slowly_recorded, warn_if_some_are_apart
 from jedbatch._session.records.merging import warn_if_costly
 from jedbatch._session.records.record_cache import RecordCache
@@ -183,13 +185,13 @@ class Recording:
             if self.key is None and not (are_plain or floating):
                 cache.keep(subjects, records, arrays)
             return records, arrays, [], len(instances)
-        revision, grouping = cache.revision, cache.grouping
+        revision, coalesces = cache.revision, cache.coalesces
         mine, own, types = [[x[i] for i in new] for x in (instances, arrays, given)]
         has_floating = bool(floating) and any(type(x) is Floating for x in mine)
         with self._floats_as_operands(cache, mine) if has_floating else contextlib.nullcontext():
             graphs, keep, tracers = self._record(cache, new, mine, own, types, read)
         cache.check(revision)
-        if cache.grouping is not grouping and any(r is not None for r in records):
+        if cache.coalesces != coalesces and any(r is not None for r in records):
             raise GuardFailed
         fresh = dict(zip(new, graphs, strict=True))
         for i, k in enumerate(keys):
@@ -296,19 +298,19 @@ class Recording:
         """
 
         def record(
-            grouping: Grouping | None, read: Any = None, types: Any = None, only: Any = slice(None)
-        ) -> Any:
+            read: Any = None, types: Any = None, only: Any = slice(None), noting: Any = None
+        ) -> Traced:
+            first = only.start or 0
             return trace(
                 self.fn,
                 cache.registry,
                 instances[only],
                 arrays[only],
                 self.join,
-                grouping,
                 read,
-                types,
-                passes=cache.passes(grouping),
-                numbers=numbers[only],
+                types and (lambda i: types(first + i)),
+                numbers[only],
+                noting,
             )
 
         if not any(given):
@@ -323,9 +325,7 @@ class Recording:
                 cache.lengths.note_recorded()
             for number, reason in (attempt.failed or {attempt.number: error}).items():
                 attempt.number = number
-                alone = functools.partial(
-                    record, cache.grouping, read, only=slice(number, number + 1)
-                )
+                alone = functools.partial(record, read, only=slice(number, number + 1))
                 asked = attempt.has_asked(reason)
                 if not asked:  # then an error in words may be one of the user's
                     alone()
@@ -352,19 +352,33 @@ def _set_short_apart(
         raise GuardFailed
 
 
-def record_either_way(cache: RecordCache, record: Callable) -> Any:
-    """Records instances as they are, or with nodes merged if that is found to pay."""
+def record_either_way(cache: RecordCache, record: Callable, *, tiled: bool = False) -> Any:
+    """Records instances as they are, or with nodes merged if that is found to pay.
+
+    Arrays of any length are `tiled`, so that operations on them may be merged like others.
+    """
     start = time.perf_counter()
-    recorded = merged = record(cache.grouping)
+    recorded = record()
     seconds = time.perf_counter() - start
-    if cache.merging is not None and cache.merging.asks(recorded[0]):
-        merged = record(cache.merging.blocks)
-        cache.merging.compare(recorded[0], merged[0])
-        recorded = merged if cache.merging.pays else recorded
+    if tiled and not has_cells(recorded.graph):
+        cache.coalescing.take_ragged()
+    records = recorded.records(cache.passes(cache.coalesces))
+    if cache.merging is not None and cache.merging.asks(records):
+        merged = recorded.records(cache.passes(coalesces=True))
+        cache.merging.compare(records, merged)
+        records = merged if cache.merging.pays else records
     cache.decide()
-    if cache.unmarked is not None:
-        warn_if_costly(cache.unmarked, merged[0][0].whole, seconds, cache.registry)
-    return recorded
+    if cache.is_unmarked:
+
+        def units() -> Counter[Unit]:
+            """Records the largest instance once more, to see where."""
+            largest, found = int(np.diff(recorded.graph.node_ptr).argmax()), Units()
+            record(only=slice(largest, largest + 1), noting=found.note)
+            return found.counts
+
+        graphs = recorded.graph, records[0].whole
+        warn_if_costly(*graphs, seconds, cache.registry, units)
+    return records, recorded.caching, recorded.tracers
 
 
 class RaggedRecording:
@@ -411,7 +425,7 @@ class RaggedRecording:
                 others = range(self.number + 1, len(self.given))
                 for i in others if self.given[self.number] else ():  # or each would end an attempt
                     try:
-                        record(None, types=lambda _, i=i: types(i), only=slice(i, i + 1))
+                        record(types=types, only=slice(i, i + 1))
                     except Exception as another:
                         self.failed[i] = another
                 raise
@@ -471,10 +485,11 @@ class RaggedRecording:
         """
         cache = self.cache
         if not cache.regions.tiles.is_used:
-            return record(None)
+            recorded = record()
+            return recorded.records(cache.passes(coalesces=False)), *recorded[2:]
         if cache.readouts is not None:
             cache.readouts.take_ragged()
-        return record_either_way(cache, record)
+        return record_either_way(cache, record, tiled=True)
 
     def has_asked(self, error: Exception) -> bool:
         """Returns whether an error came after JAX or Python had asked about a length."""

@@ -1,0 +1,96 @@
+"""Contraction of operations, on graphs that are evaluated node by node."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jedbatch
+from jedbatch._graph.paths import longest_paths
+from jedbatch._graph.straight import calls_of, inputs_of, straight
+from jedbatch._graph.types import operation_of
+from jedbatch._record.passes.coalesce import Coalescing
+
+pytestmark = pytest.mark.unoptimized
+
+STEPS = (
+    lambda a, b: jnp.tanh(a * 0.5 + b),
+    lambda a, b: jnp.sin(a) * b - a,
+    lambda a, b: jnp.abs(a - b) * jnp.cos(b),
+    lambda a, b: a + b,
+)
+
+
+def dag(_, instance):
+    """Each step reads what any steps before have made."""
+    x, steps = instance
+    values = [x, jnp.sin(x)]
+    for kind, *reads in steps:
+        values.append(STEPS[kind](*[values[-1 - r % len(values)] for r in reads]))
+    return values[-1], values[len(values) // 2]
+
+
+def dags(rng, count):
+    """Instances of 1 to 20 steps; steps mostly read what was made last."""
+
+    def step():
+        near = 3 if rng.random() < 0.8 else 50
+        return (int(rng.integers(len(STEPS))), *rng.integers(near, size=2).tolist())
+
+    x = rng.normal(size=3).astype(np.float32)
+    return [(x, tuple(step() for _ in range(int(rng.integers(1, 20))))) for _ in range(count)]
+
+
+def grids(rng, count):
+    """Instances of one to four rows and columns."""
+    x = rng.normal(size=3).astype(np.float32)
+    return [(x, *rng.integers(1, 5, size=2).tolist()) for _ in range(count)]
+
+
+def grid(_, instance):
+    """A value reads its neighbours above and to the left."""
+    x, rows, columns = instance
+    above = [x * k for k in range(columns)]
+    for _ in range(rows):
+        left = jnp.cos(above[0])
+        for k in range(columns):
+            left = above[k] = jnp.tanh(left * 0.5 + above[k]) - jnp.sin(above[k])
+    return above[-1], above[0]
+
+
+def results(graph, instances):
+    """What the instances return, each node computed by itself."""
+    inputs = []
+    for (x, *_), chunks in zip(instances, graph.chunks, strict=True):
+        for chunk in chunks:
+            inputs += [x] * len(chunk) if chunk.leaf is not None else list(chunk.rows)
+
+    def run(node_type, operands):
+        closed = operation_of(graph.types[node_type]).jaxpr
+        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *operands)
+
+    values = straight(calls_of(graph), inputs_of(inputs), run)
+    return np.stack([values[r] for r in graph.outputs.tolist()])
+
+
+def longest(graph):
+    return int(longest_paths(len(graph.node_type), *graph.edges).max(initial=0))
+
+
+@pytest.mark.parametrize(("fn", "sample"), [(dag, dags), (grid, grids)])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_same_is_computed_by_fewer_nodes_of_no_more_types(fn, sample, seed):
+    rng = np.random.default_rng(seed)
+    minibatches = [sample(rng, int(rng.integers(2, 9))) for _ in range(5)]
+    batched = jedbatch.batch(fn, granularity="cell", out_axes=None)
+    session, _ = batched._core.session(((),))
+    coalescing = Coalescing(session.registry)
+    for minibatch in minibatches:
+        graph = batched.plan((), minibatch, gradient=False).graph
+        merged = coalescing.merge(graph)
+        merged.check()
+        expected = results(graph, minibatch)
+        np.testing.assert_allclose(results(merged, minibatch), expected, rtol=1e-5, atol=1e-6)
+        assert len(merged.present_types) <= len(graph.present_types)
+        assert len(merged.node_type) <= 0.8 * len(graph.node_type)
+        assert longest(merged) <= longest(graph)
