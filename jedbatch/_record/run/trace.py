@@ -38,6 +38,29 @@ RECORDS_CALLS = True  # see `_support.frames`
 MAX_RECORDINGS = 8  # of a minibatch, to record all in one way; classes made each time prevent it
 
 
+class Instances(NamedTuple):
+    """Instances to record.
+
+    Attributes:
+      mapped: the mapped arguments of each.
+      arrays: the arrays in them, in order.
+      numbers: of the instances in the minibatch, for messages.
+      types: called with the place of an instance that is about to be recorded, gives (shape, dtype,
+        weak) of its arrays; None, or given none, if extents are to be known.
+    """
+
+    mapped: Sequence[Sequence[Any]]
+    arrays: Sequence[Sequence[Any]]
+    numbers: Sequence[int]
+    types: Callable[[int], Any] | None = None
+
+    def single(self, place: int) -> "Instances":
+        """Returns one of them."""
+        only, types = slice(place, place + 1), self.types
+        of_it = types and (lambda _: types(place))
+        return Instances(self.mapped[only], self.arrays[only], self.numbers[only], of_it)
+
+
 class Traced(NamedTuple):
     """What recording a minibatch gave.
 
@@ -62,12 +85,9 @@ class Traced(NamedTuple):
 def trace(
     fn: Callable,
     registry: Registry,
-    instances: Sequence[Sequence[Any]],
-    arrays: Sequence[Sequence[Any]],
+    instances: Instances,
     arrange: Callable,
     read: Callable | None = None,
-    types: Callable[[int], Any] | None = None,
-    numbers: Sequence[int] | None = None,
     noting: Callable[[], None] | None = None,
 ) -> Traced:
     """Runs `fn` on symbolic values, once per instance.
@@ -75,23 +95,15 @@ def trace(
     Args:
       fn: the function of one instance.
       registry: where types are interned.
-      instances: the mapped arguments of each instance.
-      arrays: the arrays in them, in order.
+      instances: to record.
       arrange: makes the arguments of `fn` from the shared and the mapped ones.
       read: called with a symbol whose value is needed; by default that is an error.
-      types: called with the number of an instance that is about to be recorded, gives (shape,
-        dtype, weak) of its arrays; None, or given none, if extents are to be known.
-      numbers: of the instances in the minibatch, for messages; None if these are all of it.
       noting: is called for each operation outside of cells; or None.
 
     Returns:
       The graph of the instances, and what else is known of them.
     """
-    numbers = range(len(instances)) if numbers is None else numbers
-    record = functools.partial(
-        _record, fn, registry, instances, arrays, arrange, read, types, numbers, noting
-    )
-
+    record = functools.partial(_record, fn, registry, instances, arrange, read, noting)
     looks = itertools.count()
 
     def assumed() -> int:
@@ -105,7 +117,7 @@ def trace(
     try:
         graph = finish(registry, columns, outputs, flat.reshape(len(ends), -1).T)
     except OverflowError as error:
-        raise _overflow(registry, columns, ends, numbers) or error from None
+        raise _overflow(registry, columns, ends, instances.numbers) or error from None
     return Traced(graph, forms, caching, recorder.tracers)
 
 
@@ -131,7 +143,7 @@ def _overflow(
     return None
 
 
-def _record(fn, registry, instances, arrays, arrange, read, types, numbers, noting):
+def _record(fn, registry, instances, arrange, read, noting):
     """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
     caller = trace_of_caller()
     recorder = Recorder(registry, caller, read, noting=noting)
@@ -140,19 +152,20 @@ def _record(fn, registry, instances, arrays, arrange, read, types, numbers, noti
     end = ending(recorder)
     with Restored(end), Restored(end), set_current_trace(caller), set_current_trace(recorder):
         begin_recording(recorder)
-        recorded = _record_all(fn, recorder, instances, arrays, arrange, types, numbers)
+        recorded = _record_all(fn, recorder, instances, arrange)
         registry.num_recorded = len(recorder.call_specs)
         return recorder, *recorded
 
 
-def _record_all(fn, recorder, instances, arrays, arrange, types, numbers):
+def _record_all(fn, recorder, instances, arrange):
     outputs: list[int] = []
     forms: list[tuple[Any, tuple]] = []
     caching = []
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     shared = recorder.share()
     calls, references, groups = recorder.call_specs, recorder.references, recorder.input_group
-    for i, instance in enumerate(instances):
+    _, arrays, numbers, types = instances
+    for i, instance in enumerate(instances.mapped):
         mapped = recorder.begin(instance, arrays[i], types and types(i))
         try:
             result = fn(*arrange(shared, mapped))

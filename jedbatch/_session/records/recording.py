@@ -42,13 +42,12 @@ from jedbatch._record.instances.key import (
 )
 from jedbatch._record.operations.floats import Floating, without_floats
 from jedbatch._record.passes.coalesce import has_cells
-from jedbatch._record.run.trace import Traced, trace
+from jedbatch._record.run.trace import Instances, trace
 from jedbatch._record.run.units import Unit, Units
 from jedbatch._session.records.degenerate import warn_if_slowly_recorded, warn_if_some_are_apart
 from jedbatch._session.records.merging import warn_if_costly
 from jedbatch._session.records.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
-from jedbatch._support.types import Array
 from jedbatch.errors import PerformanceWarning, SymbolicValueError
 
 MANY_INSTANCES, FEW_INSTANCES = 64, 16  # of a minibatch, and of those that go ahead
@@ -186,10 +185,11 @@ class Recording:
                 cache.keep(subjects, records, arrays)
             return records, arrays, [], len(instances)
         revision, coalesces = cache.revision, cache.coalesces
-        mine, own, types = [[x[i] for i in new] for x in (instances, arrays, given)]
+        mine, types = [instances[i] for i in new], [given[i] for i in new]
+        to_record = Instances(mine, [arrays[i] for i in new], new)
         has_floating = bool(floating) and any(type(x) is Floating for x in mine)
         with self._floats_as_operands(cache, mine) if has_floating else contextlib.nullcontext():
-            graphs, keep, tracers = self._record(cache, new, mine, own, types, read)
+            graphs, keep, tracers = self._record(cache, to_record, types, read)
         cache.check(revision)
         if cache.coalesces != coalesces and any(r is not None for r in records):
             raise GuardFailed
@@ -288,7 +288,13 @@ class Recording:
         if asked[0].anything or floats.note_missing(instances):
             raise GuardFailed
 
-    def _record(self, cache: RecordCache, numbers, instances, arrays, given, read) -> Any:
+    def _record(
+        self,
+        cache: RecordCache,
+        instances: Instances,
+        given: Sequence[RaggedTypes | None],
+        read: Callable | None,
+    ) -> Any:
         """Records instances: (records, whether to keep each, closed-over tracers).
 
         Arrays that differ in length are recorded for every length. What cannot be, is recorded as
@@ -296,26 +302,10 @@ class Recording:
 
         Raises `GuardFailed` if they must be looked at again.
         """
-
-        def record(
-            read: Any = None, types: Any = None, only: Any = slice(None), noting: Any = None
-        ) -> Traced:
-            first = only.start or 0
-            return trace(
-                self.fn,
-                cache.registry,
-                instances[only],
-                arrays[only],
-                self.join,
-                read,
-                types and (lambda i: types(first + i)),
-                numbers[only],
-                noting,
-            )
-
+        record = functools.partial(trace, self.fn, cache.registry, arrange=self.join)
         if not any(given):
-            return record_either_way(cache, functools.partial(record, read=read))
-        attempt = RaggedRecording(cache, arrays, given)
+            return record_either_way(cache, functools.partial(record, read=read), instances)
+        attempt = RaggedRecording(cache, instances, given)
         try:
             return attempt.record(record)
         except PerformanceWarning:  # where it is an error
@@ -325,7 +315,7 @@ class Recording:
                 cache.lengths.note_recorded()
             for number, reason in (attempt.failed or {attempt.number: error}).items():
                 attempt.number = number
-                alone = functools.partial(record, read, only=slice(number, number + 1))
+                alone = functools.partial(record, instances.single(number), read=read)
                 asked = attempt.has_asked(reason)
                 if not asked:  # then an error in words may be one of the user's
                     alone()
@@ -352,13 +342,15 @@ def _set_short_apart(
         raise GuardFailed
 
 
-def record_either_way(cache: RecordCache, record: Callable, *, tiled: bool = False) -> Any:
+def record_either_way(
+    cache: RecordCache, record: Callable, instances: Instances, *, tiled: bool = False
+) -> Any:
     """Records instances as they are, or with nodes merged if that is found to pay.
 
     Arrays of any length are `tiled`, so that operations on them may be merged like others.
     """
     start = time.perf_counter()
-    recorded = record()
+    recorded = record(instances)
     seconds = time.perf_counter() - start
     if tiled and not has_cells(recorded.graph):
         cache.coalescing.take_ragged()
@@ -373,7 +365,7 @@ def record_either_way(cache: RecordCache, record: Callable, *, tiled: bool = Fal
         def units() -> Counter[Unit]:
             """Records the largest instance once more, to see where."""
             largest, found = int(np.diff(recorded.graph.node_ptr).argmax()), Units()
-            record(only=slice(largest, largest + 1), noting=found.note)
+            record(instances.single(largest), noting=found.note)
             return found.counts
 
         graphs = recorded.graph, records[0].whole
@@ -386,17 +378,17 @@ class RaggedRecording:
 
     Attributes:
       cache: records that are kept.
-      arrays, given: of the instances, and how these are recorded.
+      instances, given: to be recorded, and how each is.
       number: the instance at hand.
       failed: why instances cannot be recorded, as far as they have been tried.
       asked: what was asked about lengths while each instance was recorded.
     """
 
     def __init__(
-        self, cache: RecordCache, arrays: Sequence[Array], given: Sequence[RaggedTypes | None]
+        self, cache: RecordCache, instances: Instances, given: Sequence[RaggedTypes | None]
     ):
         self.cache = cache
-        self.arrays = arrays
+        self.instances = instances
         self.given = given
         self.number = 0
         self.failed: dict[int, Exception] = {}
@@ -418,14 +410,15 @@ class RaggedRecording:
                 given = self.given[i]
                 return given and given.types
 
+            instances = self.instances._replace(types=types)
             try:
-                graphs, keep, tracers = self._recorded(functools.partial(record, types=types))
+                graphs, keep, tracers = self._recorded(record, instances)
             except Exception as error:
                 self.failed[self.number] = error
                 others = range(self.number + 1, len(self.given))
                 for i in others if self.given[self.number] else ():  # or each would end an attempt
                     try:
-                        record(types=types, only=slice(i, i + 1))
+                        record(instances.single(i))
                     except Exception as another:
                         self.failed[i] = another
                 raise
@@ -434,7 +427,7 @@ class RaggedRecording:
             self._turn_to(i)
             self.asked[i].check()
         leaf_of = [given and given.symbols for given in self.given]
-        num_arrays = list(map(len, self.arrays))
+        num_arrays = list(map(len, self.instances.arrays))
         cuts = cut_graphs(cache.regions, graphs, num_arrays, leaf_of, self._turn_to)
         before = cache.registry.assumptions.version("regions")
         if not cache.regions.tiles.rows:
@@ -478,18 +471,20 @@ class RaggedRecording:
         """Has an instance be the one at hand."""
         self.number = number
 
-    def _recorded(self, record: Callable) -> tuple[list[Record], list[bool], list[Any]]:
+    def _recorded(
+        self, record: Callable, instances: Instances
+    ) -> tuple[list[Record], list[bool], list[Any]]:
         """Returns the result of `record`, with nodes merged if they have tiles and that pays.
 
         Regions are programs of single operations, whatever they were recorded as.
         """
         cache = self.cache
         if not cache.regions.tiles.is_used:
-            recorded = record()
+            recorded = record(instances)
             return recorded.records(cache.passes(coalesces=False)), *recorded[2:]
         if cache.readouts is not None:
             cache.readouts.take_ragged()
-        return record_either_way(cache, record, tiled=True)
+        return record_either_way(cache, record, instances, tiled=True)
 
     def has_asked(self, error: Exception) -> bool:
         """Returns whether an error came after JAX or Python had asked about a length."""
