@@ -116,8 +116,8 @@ class Stage:
       many: bool[K], makers of which one was read by none or by several.
       fed: int64[K, K], readers of the second kind that read a maker of the first.
       followed: int64[K, K], makers that exactly one reader of the second kind could run after.
-      places, last_places: how many sets of places there are at which readers of the second kind
-        read makers of the first, or those that they could run after; by both kinds.
+      places, last_places: by two kinds, the sets of places at which readers of the second read
+        makers of the first, or those that they could run after.
       latest: the step that followed last.
       then: the stages that follow, by the step.
     """
@@ -228,9 +228,15 @@ class Coalescing:
         if not self._takes_ragged:
             self._takes_ragged = True
             self._registry.assumptions.fail("types")
-            self._start, self._num_stages = Stage(), 1
-            for known in (self._names, self._fixed, self._kinds, self._leaving, self._written):
-                known.clear()
+            self._names.clear()
+            self._fixed.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forgets what was met."""
+        self._start, self._num_stages = Stage(), 1
+        for known in (self._kinds, self._leaving, self._written):
+            known.clear()
 
     def _is_fixed(self, node_type: NodeType) -> bool:
         """Returns whether nodes of a type stay what they are."""
@@ -250,8 +256,7 @@ class Coalescing:
         if block is not None:
             return block
         if self._num_stages > MAX_STAGES:
-            self._start, self._num_stages = Stage(), 1
-            self._kinds.clear()
+            self._forget()
         blocks, stage = Blocks.of(graph), self._start
         block = np.arange(len(blocks.kind))
         while True:
@@ -323,7 +328,7 @@ class Coalescing:
         written = []  # (blocks, what they read, the values that leave them)
         for pattern, members in by_pattern.items():
             own = np.array(members)
-            columns = np.arange(len(pattern.types) and blocks.ptr[own[0] + 1] - blocks.ptr[own[0]])
+            columns = np.arange(blocks.ptr[own[0] + 1] - blocks.ptr[own[0]])
             operand = blocks.operand[blocks.ptr[own][:, None] + columns]
             count = value_ptr[own[0] + 1] - value_ptr[own[0]]
             values = value[value_ptr[own][:, None] + np.arange(count)]
