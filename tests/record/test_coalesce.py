@@ -94,3 +94,57 @@ def test_the_same_is_computed_by_fewer_nodes_of_no_more_types(fn, sample, seed):
         assert len(merged.present_types) <= len(graph.present_types)
         assert len(merged.node_type) <= 0.8 * len(graph.node_type)
         assert longest(merged) <= longest(graph)
+
+
+def test_loops_in_loops_do_not_become_types_of_their_own():
+    """Two operations that follow on each other in turn are a round, however many rounds there are."""
+
+    def fn(x, lengths):
+        for length in lengths:
+            for _ in range(length):
+                x = jnp.sin(jnp.tanh(x))
+            x = jnp.cos(x)
+        return x
+
+    rng = np.random.default_rng(0)
+    batched = jedbatch.batch(fn, granularity="auto")
+    for _ in range(3):
+        instances = [tuple(rng.integers(1, 9, 4).tolist()) for _ in range(8)]
+        plan = batched.plan(jnp.ones(3), instances, gradient=False)
+        assert len(plan.graph.present_types) <= 3
+    expected = jnp.stack([fn(jnp.ones(3), lengths) for lengths in instances])
+    np.testing.assert_allclose(batched.apply(jnp.ones(3), plan), expected, rtol=1e-5)
+
+
+def test_what_was_learned_does_not_make_circles():
+    """Two joins that do not touch each other in one minibatch do in the next."""
+
+    def fn(_, instance):
+        x, y, first, second = instance
+        p, q = jnp.tanh(x), jnp.cos(x)
+        r = p * (q if first else y)
+        s = (p if second else y) - q
+        return r, s, jnp.abs(p), jnp.abs(p), jnp.sinh(q), jnp.sinh(q)
+
+    rng = np.random.default_rng(0)
+    batched = jedbatch.batch(fn, granularity="auto", out_axes=None)
+    for flags in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        x = rng.normal(size=(3, 2, 2)).astype(np.float32)
+        instances = [(*row, *flags) for row in x]
+        batched.plan((), instances, gradient=False).graph.check()
+        for got, instance in zip(batched((), instances), instances, strict=True):
+            np.testing.assert_allclose(got, fn((), instance), rtol=1e-5)
+
+
+def test_operands_that_some_instances_lack_do_not_multiply_types():
+    parts = [jnp.sin, jnp.cos, jnp.tanh, jnp.abs, jnp.exp, jnp.square]
+
+    def fn(_, instance):
+        x, flags = instance
+        return jnp.stack([f(x) if flag else x for f, flag in zip(parts, flags, strict=True)])
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=3).astype(np.float32)
+    instances = [(x, tuple(rng.integers(2, size=6).tolist())) for _ in range(16)]
+    graph = jedbatch.batch(fn, granularity="auto").plan((), instances, gradient=False).graph
+    assert len(graph.present_types) <= len(parts) + 1

@@ -122,7 +122,7 @@ def test_very_many_types_of_some_nodes():
     def fn(w, n):
         return sum(jnp.broadcast_to(w * i, (n,)).max() for i in range(6))
 
-    batched = jedbatch.batch(fn)
+    batched = jedbatch.batch(fn, granularity="cell")
     few, many = np.arange(2, 47), np.arange(2, 67)
     batched.plan(W, few.tolist())
     with pytest.warns(ManyTypesWarning, match=r"1\d\d node types, most .* at most 6 nodes"):

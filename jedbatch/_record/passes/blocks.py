@@ -126,6 +126,10 @@ class Reads(NamedTuple):
         """int32[B], the most blocks on a path to each."""
         return longest_paths(num_blocks, self.maker, self.reader)
 
+    def last(self, depth: np.ndarray) -> np.ndarray:
+        """bool[E], the operands that are there last, so that their readers could run at once."""
+        return depth[self.reader] == depth[self.maker] + 1
+
     def edges(self, some: Any = slice(None)) -> tuple[np.ndarray, np.ndarray]:
         """(makers, readers) of some operands, each pair of blocks once, by reader."""
         maker, reader = self.maker[some], self.reader[some]

@@ -13,13 +13,11 @@ of a type P, in all instances met so far:
 So contraction tells apart what computes the same. A sum may be part of anything, but a sum that
 reads a product with `params["W"]` is a type of its own once rule 1 has been applied to the product.
 Readers of one type may become several types, as they read P at different places, such as a left or
-a right child, or not at all; in return P vanishes. A rule is only applied if types do not become
-more by it.
+a right child, or not at all; in return P vanishes. What would make types more is not done.
 
-Neither rule makes the longest path longer. By rule 1 no node waits for more than before; by rule 2
-other readers of P do, for an R that could have run as early as they. Steps of a recursion or a loop
-are not joined with each other, since the last state of each instance has no step behind it. There
-are two exceptions:
+By rule 1 no node waits for more than before. By rule 2 other readers of P do, for an R that could
+have run as early as they. Steps of a recursion or a loop are not joined with each other, since the
+last state of each instance has no step behind it. There are two exceptions:
 
 - What recurs (types on a cycle of types) is not joined with readers that do not. Scores of all
   states would run level by level, and are one batch in the end otherwise.
@@ -33,9 +31,10 @@ or, if the path is the edge from p to r', as early; but then r' could run right 
 does, and each p is followed by one. Paths both ways would make p earlier than itself. Pairs of
 other types may become one in the same step if none of the readers reads what vanishes in another.
 
-What an instance looks like decides nothing for others, as all of a minibatch are looked at before
-any is contracted; what is known of earlier minibatches is kept for each stage of contraction. A
-rule that fails for a new instance is not applied from then on.
+The order of instances makes no difference, as all of a minibatch are looked at before any is
+contracted. What was met is kept for each stage of contraction. A graph that fits the steps taken
+before is contracted by these. Another one is looked at stage by stage, and steps may be others from
+then on.
 
 A number that was the same in all nodes of a type, at one place, is written into it. Results of a
 node are those values that were read outside of it so far. Calls of cells stay what they are, and so
@@ -66,7 +65,7 @@ from jedbatch._record.types.registry import CallSpec, Registry
 
 CELL, LISTS = "cell", "lists"
 CONTROL_FLOW = ("while", "scan", "cond")
-MAX_STAGES = 1 << 10  # of contraction that are known, before all are forgotten
+MAX_KINDS = 256  # of operations that are known, before all that was met is forgotten
 MANY_TIMES = 2  # nodes of a type an instance, from which on it happens many times
 Places = dict[tuple[int, int], set[int]]
 
@@ -87,19 +86,30 @@ class Join(NamedTuple):
         """Returns the kinds that vanish."""
         return self.single.union(p for p, _ in self.pairs)
 
-    def joined(self, blocks: Blocks, reads: Reads, depth: np.ndarray) -> np.ndarray:
-        """bool[E], which operands are made by blocks that become one with their readers."""
+    def joined(
+        self, blocks: Blocks, reads: Reads, depth: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray | None]:
+        """What `Blocks.joined` takes: which operands are made by blocks that vanish, and depths."""
         if self.single:
-            return np.isin(blocks.kind[reads.maker], list(self.single))
+            return np.isin(blocks.kind[reads.maker], list(self.single)), None
         kinds = blocks.kind[reads.maker], blocks.kind[reads.reader]
         found = [(kinds[0] == p) & (kinds[1] == r) for p, r in self.pairs]
-        return np.logical_or.reduce(found) & (depth[reads.reader] == depth[reads.maker] + 1)
+        return np.logical_or.reduce(found) & reads.last(depth), depth
 
-    def fits(self, blocks: Blocks, reads: Reads, joined: np.ndarray) -> bool:
-        """Returns whether all blocks of the kinds that vanish become one with one other."""
+    def fits(self, blocks: Blocks, reads: Reads, depth: np.ndarray) -> bool:
+        """Returns whether each block of the kinds that vanish becomes one with one other.
+
+        And whether none that grows could run right after one that vanishes in another.
+        """
+        joined, _ = self.joined(blocks, reads, depth)
         maker, _ = reads.edges(slice(None) if self.single else np.flatnonzero(joined))
         times = np.bincount(maker, minlength=len(blocks.kind))
-        return bool((times[np.isin(blocks.kind, list(self.makers))] == 1).all())
+        if (times[np.isin(blocks.kind, list(self.makers))] != 1).any():
+            return False
+        vanishes, grows = np.zeros((2, len(blocks.kind)), bool)
+        vanishes[reads.maker[joined]] = grows[reads.reader[joined]] = True
+        others = vanishes[reads.maker] & grows[reads.reader] & ~joined
+        return bool(self.single) or not (others & reads.last(depth)).any()
 
 
 NO_STEP = Join()
@@ -118,8 +128,9 @@ class Stage:
       followed: int64[K, K], makers that exactly one reader of the second kind could run after.
       places, last_places: by two kinds, the sets of places at which readers of the second read
         makers of the first, or those that they could run after.
-      latest: the step that followed last.
-      then: the stages that follow, by the step.
+      most_added: how many types a kind that vanishes may add; fewer once types became more.
+      step: the step that follows; none yet.
+      then: the stage after it.
     """
 
     number: dict[int, int] = field(default_factory=dict)
@@ -130,8 +141,9 @@ class Stage:
     followed: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     places: Places = field(default_factory=lambda: collections.defaultdict(set))
     last_places: Places = field(default_factory=lambda: collections.defaultdict(set))
-    latest: Join = NO_STEP
-    then: dict[Join, "Stage"] = field(default_factory=dict)
+    most_added: int = 1
+    step: Join = NO_STEP
+    then: "Stage | None" = None
 
     def note(self, blocks: Blocks, reads: Reads, depth: np.ndarray, num_instances: int) -> None:
         """Notes what a minibatch has, given int64[B], the most blocks on a path to each."""
@@ -149,7 +161,7 @@ class Stage:
         self.many[kind[np.bincount(maker, minlength=len(kind)) != 1]] = True
         every = reads.of_kinds(kind, size)
         self.fed += every.fed
-        last = np.flatnonzero(depth[reads.reader] == depth[reads.maker] + 1)
+        last = np.flatnonzero(reads.last(depth))
         maker, reader = reads.edges(last)
         pairs, times = np.unique(maker * size + kind[reader], return_counts=True)
         maker, reader_kind = np.divmod(pairs[times == 1], size)
@@ -160,8 +172,8 @@ class Stage:
             for pair, place in found.places:
                 places[divmod(pair, size)].add(place)
 
-    def step(self, fixed: set[int], names: dict[int, str]) -> Join:
-        """Returns the next step, `NO_STEP` if there is none.
+    def next_step(self, fixed: set[int], names: dict[int, str]) -> Join:
+        """Returns the step that should follow, `NO_STEP` if none.
 
         Args:
           fixed: kinds that are not contracted.
@@ -176,16 +188,23 @@ class Stage:
         barred = recurs[:, None] & ~leads.T | rare[:, None] & often | is_fixed[:, None] | is_fixed
         np.fill_diagonal(barred, val=True)
         stay = self.fed < self.count  # readers of the second kind that read no maker of the first
-        added = np.where(reads, stay, 0) - reads
+        adds = np.where(reads, stay, 0) - reads
         for pair, places in self.places.items():
-            added[pair] += len(places)
-        single = ~self.many & (added.sum(axis=1) <= 1) & ~(reads & barred).any(axis=1)
-        if single.any():
-            return Join(single=frozenset(kinds[k] for k in np.flatnonzero(single)))
+            adds[pair] += len(places)
+        added = adds.sum(axis=1)
+        single = ~self.many & (added <= self.most_added) & ~(reads & barred).any(axis=1)
+        # Rounds of a loop would become one if all kinds of a cycle did at once.
+        loops = np.diag(_closure(reads & single[:, None] & single)) & (added > 0)
+        found = [kinds[k] for k in np.flatnonzero(single & ~loops)]
+        found = (
+            found or sorted([kinds[k] for k in np.flatnonzero(single)], key=lambda k: names[k])[:1]
+        )
+        if found:
+            return Join(single=frozenset(found))
         pairs = [
             (p, r)
             for p, r in np.argwhere((self.followed == self.count[:, None]) & ~barred).tolist()
-            if len(self.last_places[p, r]) + stay[p, r] <= 2
+            if len(self.last_places[p, r]) + stay[p, r] - 1 <= self.most_added
         ]
         pairs.sort(key=lambda x: (-self.count[x[0]], names[kinds[x[0]]], names[kinds[x[1]]]))
         chosen: list[tuple[int, int]] = []  # none of which reads what vanishes in another
@@ -204,7 +223,6 @@ class Coalescing:
     def __init__(self, registry: Registry):
         self._registry = registry
         self._start = Stage()
-        self._num_stages = 1
         self._kinds: dict[Pattern, int] = {}  # of blocks, below 0
         self._names: dict[int, str] = {}
         self._fixed: set[int] = set()  # types that stay what they are
@@ -221,7 +239,12 @@ class Coalescing:
             self._names[t] = f"{node_type.name}{node_type.shared}"
             if self._is_fixed(node_type):
                 self._fixed.add(t)
-        return self._rewritten(graph, self._contracted(graph))
+        if len(self._start.number) > MAX_KINDS:
+            self._forget()
+        block = self._contracted(graph, learns=False)
+        block = self._contracted(graph, learns=True) if block is None else block
+        assert block is not None
+        return self._rewritten(graph, block)
 
     def take_ragged(self) -> None:
         """Takes operations on arrays of any length for others from now on."""
@@ -234,7 +257,7 @@ class Coalescing:
 
     def _forget(self) -> None:
         """Forgets what was met."""
-        self._start, self._num_stages = Stage(), 1
+        self._start = Stage()
         for known in (self._kinds, self._leaving, self._written):
             known.clear()
 
@@ -250,51 +273,47 @@ class Coalescing:
         values = *node_type.operands, *node_type.results
         return any(len(ragged_axes(t.shape)) > most for t in values)
 
-    def _contracted(self, graph: Graph) -> np.ndarray:
-        """int64[N], the block that each node becomes part of, in an order to compute them in."""
-        block = self._contracted_again(graph)
-        if block is not None:
-            return block
-        if self._num_stages > MAX_STAGES:
-            self._forget()
-        blocks, stage = Blocks.of(graph), self._start
+    def _contracted(self, graph: Graph, *, learns: bool) -> np.ndarray | None:
+        """int64[N], the block that each node becomes part of, in an order to compute them in.
+
+        By the steps of graphs before, if nothing is to be learned; None if they do not fit.
+        """
+        blocks, stage, before = Blocks.of(graph), self._start, len(self._kinds)
         block = np.arange(len(blocks.kind))
+        if not learns and not set(graph.present_types) <= stage.number.keys():
+            return None
         while True:
             reads = blocks.reads()
             depth = reads.depth(len(blocks.kind))
-            known = set(stage.number)
-            stage.note(blocks, reads, depth, graph.num_instances)
-            step = stage.step(self._fixed, self._names)
-            is_another = bool(known & (step.makers ^ stage.latest.makers))
-            self._registry.assumptions.fail("types", is_another)
-            stage.latest = step
+            if learns:
+                self._learn(stage, blocks, reads, depth, graph.num_instances)
+            step = stage.step
             if step == NO_STEP:
                 return block
-            if step not in stage.then:
-                stage.then[step] = Stage()
-                self._num_stages += 1
-            stage = stage.then[step]
-            joined = step.joined(blocks, reads, depth)
-            merged, new = blocks.joined(reads, joined, None if step.single else depth)
+            if not learns and not step.fits(blocks, reads, depth):
+                return None
+            merged, new = blocks.joined(reads, *step.joined(blocks, reads, depth))
             blocks, block = self._with_kinds(merged), new[block]
+            if not learns and len(self._kinds) > before:
+                return None
+            assert stage.then is not None
+            stage = stage.then
 
-    def _contracted_again(self, graph: Graph) -> np.ndarray | None:
-        """Returns the same by the steps of the graph before; None if they do not fit."""
-        blocks, stage = Blocks.of(graph), self._start
-        block, num_kinds = np.arange(len(blocks.kind)), len(self._kinds)
-        if not set(graph.present_types) <= stage.number.keys():
-            return None
-        while (step := stage.latest) != NO_STEP:
-            reads = blocks.reads()
-            depth = np.zeros(0) if step.single else reads.depth(len(blocks.kind))
-            joined = step.joined(blocks, reads, depth)
-            if not step.fits(blocks, reads, joined):
-                return None
-            merged, new = blocks.joined(reads, joined, None if step.single else depth)
-            blocks, block, stage = self._with_kinds(merged), new[block], stage.then[step]
-            if len(self._kinds) > num_kinds:
-                return None
-        return block
+    def _learn(
+        self, stage: Stage, blocks: Blocks, reads: Reads, depth: np.ndarray, num_instances: int
+    ) -> None:
+        """Notes blocks at a stage of contraction, and finds the step that follows it."""
+        known = set(stage.number)
+        stage.note(blocks, reads, depth, num_instances)
+        while (step := stage.next_step(self._fixed, self._names)) != NO_STEP:
+            merged, _ = blocks.joined(reads, *step.joined(blocks, reads, depth))
+            if num_kinds(self._with_kinds(merged)) <= num_kinds(blocks):
+                break
+            stage.most_added -= 1
+        if step != stage.step:
+            is_another = bool(known & (step.makers ^ stage.step.makers))
+            self._registry.assumptions.fail("types", is_another)
+            stage.step, stage.then = step, Stage()
 
     def _with_kinds(self, merged: Merged) -> Blocks:
         """Returns merged blocks with the kinds of their patterns."""
@@ -372,7 +391,8 @@ class Coalescing:
         """Returns operands of all blocks of a pattern that have been one number so far."""
         found = {}
         for k, read in enumerate(operand.T):
-            which = np.where(read < 0, numbers.which[~np.minimum(read, -1)], -1)
+            which = np.full(len(read), -1)
+            which[read < 0] = numbers.which[~read[read < 0]]
             number = numbers.bytes_of(which[0]) if (which == which[0]).all() else None
             before = self._written.setdefault((pattern, k), number)
             if before is not None and before != number:
@@ -423,6 +443,11 @@ class Numbers:
     def bytes_of(self, number: int) -> bytes | None:
         """Returns a number, as `which` has it, as bytes; None if it is none."""
         return self._bytes[number] if number >= 0 else None
+
+
+def num_kinds(blocks: Blocks) -> int:
+    """Returns how many kinds of blocks there are."""
+    return len(np.unique(blocks.kind))
 
 
 def has_cells(graph: Graph) -> bool:

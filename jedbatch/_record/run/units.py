@@ -10,6 +10,7 @@ of the library, whatever the model.
 
 import collections
 import dis
+import functools
 import sys
 from types import CodeType, FrameType
 from typing import NamedTuple
@@ -48,7 +49,7 @@ class Units:
 
     def note(self) -> None:
         """Notes an operation of the caller."""
-        codes: list[CodeType] = []  # of the user, from the innermost
+        codes: list[CodeType] = []  # of named functions of the user, from the innermost
         frame: FrameType | None = sys._getframe(1)
         for _ in range(MAX_FRAMES):
             if frame is None or records_calls(frame.f_globals):
@@ -77,8 +78,11 @@ class Units:
 def _is_of_user(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__") or ""
     root = module.partition(".")[0]
+    if frame.f_code.co_name.startswith("<"):  # a lambda or a comprehension
+        return False
     return not (is_private(module) or root in LIBRARIES or root in sys.stdlib_module_names)
 
 
+@functools.lru_cache(1024)
 def _has_loops(code: CodeType) -> bool:
-    return any(x.opname.startswith("JUMP_BACKWARD") for x in dis.get_instructions(code))
+    return any("JUMP_BACKWARD" in x.opname for x in dis.get_instructions(code))

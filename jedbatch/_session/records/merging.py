@@ -36,7 +36,8 @@ MIN_INSTANCES = 8  # recorded in both ways before it is decided
 MIN_NODES = 512  # recorded before that is begun
 MANY_OPERATIONS = 2048  # of a minibatch that are worth a warning,
 MOST_NAMED, MIN_PART = 3, 0.1  # which names so many functions, each with so much of them
-FEWER = 2 / 3  # merging pays if this part of nodes and of batches is left, or less
+FEWER = 2 / 3  # merging pays if this part of nodes and of batches is left, or less,
+MIN_NODES_OF_A_TYPE = 2  # on average, or instances would be types of their own
 
 
 class Merging:
@@ -75,6 +76,7 @@ class Merging:
         counts = zip(_counts(before), _counts(after), strict=True)
         (types, types_left), *others = counts
         self.pays = types_left <= types and all(left <= FEWER * num for num, left in others)
+        self.pays &= types_left * MIN_NODES_OF_A_TYPE <= len(after.node_type)
 
 
 def warn_if_costly(

@@ -349,7 +349,7 @@ def record_either_way(
 
     Arrays of any length are `tiled`, so that operations on them may be merged like others.
     """
-    start = time.perf_counter()
+    registry, start = cache.registry, time.perf_counter()
     recorded = record(instances)
     seconds = time.perf_counter() - start
     if tiled and not has_cells(recorded.graph):
@@ -365,11 +365,13 @@ def record_either_way(
         def units() -> Counter[Unit]:
             """Records the largest instance once more, to see where."""
             largest, found = int(np.diff(recorded.graph.node_ptr).argmax()), Units()
+            counts = registry.num_recorded, registry.num_repeated, registry.slow_calls.copy()
             record(instances.single(largest), noting=found.note)
+            registry.num_recorded, registry.num_repeated, registry.slow_calls = counts
             return found.counts
 
         graphs = recorded.graph, records[0].whole
-        warn_if_costly(*graphs, seconds, cache.registry, units)
+        warn_if_costly(*graphs, seconds, registry, units)
     return records, recorded.caching, recorded.tracers
 
 
