@@ -97,7 +97,7 @@ def test_the_same_is_computed_by_fewer_nodes_of_no_more_types(fn, sample, seed):
 
 
 def test_loops_in_loops_do_not_become_types_of_their_own():
-    """Two operations that follow on each other in turn are a round, however many rounds there are."""
+    """Two operations that follow on each other in turn are one node for each round."""
 
     def fn(x, lengths):
         for length in lengths:
