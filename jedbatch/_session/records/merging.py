@@ -111,7 +111,7 @@ def warn_if_costly(
             "make a function with `@jedbatch.cell` above it of what is done for one node in "
             f"{_places(wholes)}"
         )
-    if not cures:
+    if not cures and num_nodes == total:
         cures.append(
             f"call cells, such as `jedbatch.cell(jnp.add)`, in place of {_single(merged, registry)}"
         )
