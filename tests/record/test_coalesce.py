@@ -9,6 +9,7 @@ import jedbatch
 from jedbatch._graph.paths import longest_paths
 from jedbatch._graph.straight import calls_of, inputs_of, straight
 from jedbatch._graph.types import operation_of
+from jedbatch._record.passes.blocks import Blocks
 from jedbatch._record.passes.coalesce import Coalescing
 
 pytestmark = pytest.mark.unoptimized
@@ -148,3 +149,31 @@ def test_operands_that_some_instances_lack_do_not_multiply_types():
     instances = [(x, tuple(rng.integers(2, size=6).tolist())) for _ in range(16)]
     graph = jedbatch.batch(fn, granularity="auto").plan((), instances, gradient=False).graph
     assert len(graph.present_types) <= len(parts) + 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_merged_blocks_against_one_block_after_the_other(seed):
+    rng = np.random.default_rng(seed)
+    preds = [rng.integers(-6, k, rng.integers(1, 4)).tolist() for k in range(12)]
+    graph = jedbatch.Graph.from_dag(
+        rng.integers(3, size=12), preds, inputs=[np.zeros((6, 2), np.float32)]
+    )
+    new = np.unique(rng.integers(8, size=12), return_inverse=True)[1]
+    merged = Blocks.of(graph).merged(new)
+    patterns = dict(merged.patterns())
+    for b in range(new.max() + 1):
+        members = np.flatnonzero(new == b).tolist()
+        slots = {n: k for k, n in enumerate(members)}
+        outside, written = {}, []
+        for r in (r for n in members for r in preds[n]):
+            written.append(slots[r] if r in slots else -1 - outside.setdefault(r, len(outside)))
+        read = merged.blocks.operand[merged.blocks.ptr[b] : merged.blocks.ptr[b + 1]].tolist()
+        if len(members) == 1:
+            assert read == preds[members[0]]
+            assert b not in patterns
+        else:
+            assert read == list(outside)
+            assert patterns[b].reads == tuple(written)
+            assert patterns[b].types == tuple(graph.node_type[members].tolist())
+        assert [merged.blocks.slot[n] for n in members] == list(range(len(members)))
+        assert (merged.blocks.maker[members] == b).all()

@@ -98,7 +98,7 @@ class Blocks(NamedTuple):
         # What merged blocks read from outside is an operand once; others keep their operands.
         is_merged = (np.diff(first) > 1)[reader[outside]]
         span = len(self.maker) - int(read.min(initial=0)) + 1
-        code = np.where(is_merged, reader[outside] * span + read[outside], -1 - outside)
+        code = np.where(is_merged, (1 + reader[outside]) * span + read[outside], -1 - outside)
         _, where, same = np.unique(code, return_index=True, return_inverse=True)
         where, place = np.unique(where, return_inverse=True)
         ptr = pointers(np.bincount(reader[outside[where]], minlength=len(first) - 1))
