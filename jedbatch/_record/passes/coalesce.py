@@ -96,20 +96,24 @@ class Join(NamedTuple):
         found = [(kinds[0] == p) & (kinds[1] == r) for p, r in self.pairs]
         return np.logical_or.reduce(found) & reads.last(depth), depth
 
-    def fits(self, blocks: Blocks, reads: Reads, depth: np.ndarray) -> bool:
+    def fits(
+        self, blocks: Blocks, reads: Reads, joined: np.ndarray, depth: np.ndarray | None
+    ) -> bool:
         """Returns whether each block of the kinds that vanish becomes one with one other.
 
-        And whether none that grows could run right after one that vanishes in another.
+        And whether none that grows could run right after one that vanishes in another. What is
+        `joined`, and `depth`, are as `joined` returns them.
         """
-        joined, _ = self.joined(blocks, reads, depth)
         maker, _ = reads.edges(slice(None) if self.single else np.flatnonzero(joined))
         times = np.bincount(maker, minlength=len(blocks.kind))
         if (times[np.isin(blocks.kind, list(self.makers))] != 1).any():
             return False
+        if depth is None:
+            return True
         vanishes, grows = np.zeros((2, len(blocks.kind)), bool)
         vanishes[reads.maker[joined]] = grows[reads.reader[joined]] = True
         others = vanishes[reads.maker] & grows[reads.reader] & ~joined
-        return bool(self.single) or not (others & reads.last(depth)).any()
+        return not (others & reads.last(depth)).any()
 
 
 NO_STEP = Join()
@@ -290,9 +294,10 @@ class Coalescing:
             step = stage.step
             if step == NO_STEP:
                 return block
-            if not learns and not step.fits(blocks, reads, depth):
+            joined = step.joined(blocks, reads, depth)
+            if not learns and not step.fits(blocks, reads, *joined):
                 return None
-            merged, new = blocks.joined(reads, *step.joined(blocks, reads, depth))
+            merged, new = blocks.joined(reads, *joined)
             blocks, block = self._with_kinds(merged), new[block]
             if not learns and len(self._kinds) > before:
                 return None
