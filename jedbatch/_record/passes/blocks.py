@@ -156,7 +156,7 @@ class Reads(NamedTuple):
 
 
 class KindReads(NamedTuple):
-    """What blocks of a kind read of another kind (K kinds).
+    """The reading of blocks of one kind by those of another (K kinds).
 
     Attributes:
       fed: int64[K, K], readers of the second kind that read a maker of the first.

@@ -70,7 +70,7 @@ MANY_TIMES = 2  # nodes of a type an instance, from which on it happens many tim
 Places = dict[tuple[int, int], set[int]]
 
 
-class Join(NamedTuple):
+class Contraction(NamedTuple):
     """A step of contraction, by kinds of blocks.
 
     Attributes:
@@ -89,7 +89,7 @@ class Join(NamedTuple):
     def joined(
         self, blocks: Blocks, reads: Reads, depth: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """What `Blocks.joined` takes: which operands are made by blocks that vanish, and depths."""
+        """Returns which operands are of blocks that vanish, and depths (see `Blocks.joined`)."""
         if self.single:
             return np.isin(blocks.kind[reads.maker], list(self.single)), None
         kinds = blocks.kind[reads.maker], blocks.kind[reads.reader]
@@ -116,11 +116,11 @@ class Join(NamedTuple):
         return not (others & reads.last(depth)).any()
 
 
-NO_STEP = Join()
+NO_STEP = Contraction()
 
 
 @dataclass(eq=False)
-class Stage:
+class ContractionStage:
     """All that was met after some steps of contraction, by kinds of blocks (K kinds).
 
     Attributes:
@@ -146,8 +146,8 @@ class Stage:
     places: Places = field(default_factory=lambda: collections.defaultdict(set))
     last_places: Places = field(default_factory=lambda: collections.defaultdict(set))
     most_added: int = 1
-    step: Join = NO_STEP
-    then: "Stage | None" = None
+    step: Contraction = NO_STEP
+    then: "ContractionStage | None" = None
 
     def note(self, blocks: Blocks, reads: Reads, depth: np.ndarray, num_instances: int) -> None:
         """Notes what a minibatch has, given int64[B], the most blocks on a path to each."""
@@ -176,7 +176,7 @@ class Stage:
             for pair, place in found.places:
                 places[divmod(pair, size)].add(place)
 
-    def next_step(self, fixed: set[int], names: dict[int, str]) -> Join:
+    def next_step(self, fixed: set[int], names: dict[int, str]) -> Contraction:
         """Returns the step that should follow, `NO_STEP` if none.
 
         Args:
@@ -200,11 +200,10 @@ class Stage:
         # Rounds of a loop would become one if all kinds of a cycle did at once.
         loops = np.diag(_closure(reads & single[:, None] & single)) & (added > 0)
         found = [kinds[k] for k in np.flatnonzero(single & ~loops)]
-        found = (
-            found or sorted([kinds[k] for k in np.flatnonzero(single)], key=lambda k: names[k])[:1]
-        )
+        if single.any() and not found:  # one of them, then
+            found = [min([kinds[k] for k in np.flatnonzero(single)], key=lambda k: names[k])]
         if found:
-            return Join(single=frozenset(found))
+            return Contraction(single=frozenset(found))
         pairs = [
             (p, r)
             for p, r in np.argwhere((self.followed == self.count[:, None]) & ~barred).tolist()
@@ -215,18 +214,18 @@ class Stage:
         for p, r in pairs:
             if not any({p, r} & {q, s} or reads[p, s] or reads[q, r] for q, s in chosen):
                 chosen.append((p, r))
-        return Join(pairs=frozenset((kinds[p], kinds[r]) for p, r in chosen))
+        return Contraction(pairs=frozenset((kinds[p], kinds[r]) for p, r in chosen))
 
 
 class Coalescing:
     """Merges what always runs together: `granularity="auto"`.
 
-    Belongs to one registry and learns from all graphs that it is given.
+    Belongs to one registry and learns from graphs that do not fit what was met before.
     """
 
     def __init__(self, registry: Registry):
         self._registry = registry
-        self._start = Stage()
+        self._start = ContractionStage()
         self._kinds: dict[Pattern, int] = {}  # of blocks, below 0
         self._names: dict[int, str] = {}
         self._fixed: set[int] = set()  # types that stay what they are
@@ -261,7 +260,7 @@ class Coalescing:
 
     def _forget(self) -> None:
         """Forgets what was met."""
-        self._start = Stage()
+        self._start = ContractionStage()
         for known in (self._kinds, self._leaving, self._written):
             known.clear()
 
@@ -305,7 +304,12 @@ class Coalescing:
             stage = stage.then
 
     def _learn(
-        self, stage: Stage, blocks: Blocks, reads: Reads, depth: np.ndarray, num_instances: int
+        self,
+        stage: ContractionStage,
+        blocks: Blocks,
+        reads: Reads,
+        depth: np.ndarray,
+        num_instances: int,
     ) -> None:
         """Notes blocks at a stage of contraction, and finds the step that follows it."""
         known = set(stage.number)
@@ -318,7 +322,7 @@ class Coalescing:
         if step != stage.step:
             is_another = bool(known & (step.makers ^ stage.step.makers))
             self._registry.assumptions.fail("types", is_another)
-            stage.step, stage.then = step, Stage()
+            stage.step, stage.then = step, ContractionStage()
 
     def _with_kinds(self, merged: Merged) -> Blocks:
         """Returns merged blocks with the kinds of their patterns."""

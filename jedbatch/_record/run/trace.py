@@ -62,7 +62,7 @@ class Instances(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """What recording a minibatch gave.
+    """A recorded minibatch.
 
     Attributes:
       graph: of the instances, a node for each operation and each call of a cell.
