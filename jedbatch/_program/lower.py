@@ -241,6 +241,17 @@ class Lowered:
         return float((widths * (modes != GATHER)).sum() / max(1, read))
 
 
+def table_of_instructions(signature: Signature, runs: np.ndarray) -> np.ndarray | None:
+    """Returns int32[Z], a table with the instructions of runs alone; None if they have no room."""
+    instructions, form = signature.instructions.encode(runs), signature.form
+    if len(instructions) > signature.num_instructions:
+        return None
+    table = np.zeros(form.size, np.int32)
+    form.view(table, "num_instructions")[0] = len(instructions)
+    form.view(table, "instructions")[: len(instructions)] = instructions
+    return table
+
+
 def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> Lowered | None:
     """Returns a minibatch for a program that it fits; None if it has too many runs after all.
 
@@ -267,12 +278,9 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
         if first_lane is not None:
             runs[:, 1] += first_lane[kernel]
 
-    instructions = signature.instructions.encode(runs)
-    if len(instructions) > signature.num_instructions:
+    table = table_of_instructions(signature, runs)
+    if table is None:
         return None
-    table = np.zeros(form.size, np.int32)
-    form.view(table, "num_instructions")[0] = len(instructions)
-    form.view(table, "instructions")[: len(instructions)] = instructions
     views = [form.view(table, "operands", k) for k in place]
     if first_lane is None:
         write_operands(placed, rows, views)

@@ -31,7 +31,15 @@ from jedbatch._graph.structures import MIN_COPIES, Structure, counted, weight_of
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._layout.bucketing import NUM_WIDTHS
 from jedbatch._layout.node_order import ORDERS
-from jedbatch._program.lower import Lowered, lower, narrowed, result_rows, space_begins, value_rows
+from jedbatch._program.lower import (
+    Lowered,
+    lower,
+    narrowed,
+    result_rows,
+    space_begins,
+    table_of_instructions,
+    value_rows,
+)
 from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Plan
@@ -324,12 +332,9 @@ def head_of(placed: Placement, signature: Signature) -> np.ndarray | None:
     place = np.array([signature.places[kernel] for kernel in placed.kernels], np.int64)
     kernel, width = np.divmod(runs[:, 0], NUM_WIDTHS)
     runs[:, 0] = place[kernel] * NUM_WIDTHS + width
-    instructions = signature.instructions.encode(runs)
-    if len(instructions) > signature.num_instructions:
+    table = table_of_instructions(signature, runs)
+    if table is None:
         return None
-    table = np.zeros(form.size, np.int32)
-    form.view(table, "num_instructions")[0] = len(instructions)
-    form.view(table, "instructions")[: len(instructions)] = instructions
     if signature.shared_rows is not None:
         all_rows = result_rows(placed, space_begins(placed, signature))
         for k, rows in zip(place.tolist(), all_rows, strict=True):
