@@ -271,6 +271,8 @@ def _recorded(core: Core, session: Session, instances: list[tuple]) -> Minibatch
     """Returns what was recorded, or an error if it cannot be cut."""
     minibatch: Minibatch = core.record(session, instances)
     core.refuse_tracers(minibatch.tracers)
+    if find_calls(minibatch.records, minibatch.arrays) and session.records.sequences.leave():
+        minibatch = core.record(session, instances)
     if find_calls(minibatch.records, minibatch.arrays):
         raise ValueError(
             f"instances of the batched `{core.name}` have arrays that differ in length, whose "

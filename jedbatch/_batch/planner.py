@@ -95,6 +95,8 @@ class Planner:
         self._exporter = Exporter(self._session.programs, gradient)
         self._num_attached = self._num_planned_here = 0
         plan = self._plan(sample)
+        if plan.ragged and self._session.records.sequences.leave():
+            plan = self._plan(sample)
         if plan.ragged:
             raise ValueError(
                 f"instances of the batched `{core.name}` have arrays that differ in length, "
@@ -363,10 +365,18 @@ class _Work:
         if read is not None and self._core.environment.digest() != read:
             return False
         try:
-            plan = self._core.lasting_plan(self._session, self._sample, self._gradient)
+            plan = self._lasting_plan(self._sample)
         except NoProgramError:
             return True
         return digest_of(plan, self._programs) == digest
+
+    def _lasting_plan(self, arguments: list[tuple]) -> Plan:
+        """Returns a plan, of graphs alone if sequences of numbers are all that is ragged."""
+        given = self._session, arguments, self._gradient
+        plan = self._core.lasting_plan(*given)
+        if plan.ragged and self._session.records.sequences.leave():
+            plan = self._core.lasting_plan(*given)
+        return plan
 
     def prepare(self, instances: list[Any], programs: ProgramForms | None) -> Prepared:
         """Plans a minibatch; raises `NoProgramError` if it fits no program."""
@@ -375,7 +385,7 @@ class _Work:
         if programs is not None and programs.version > self._programs.version:
             self._programs.accept(programs)
         arguments = _arguments_of(self._sample, instances)
-        plan = self._core.lasting_plan(self._session, arguments, self._gradient)
+        plan = self._lasting_plan(arguments)
         if plan.ragged:
             return Prepared(self._identity, instances, "arrays differ in length")
         static, host = plan.static, plan.host

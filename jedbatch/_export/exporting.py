@@ -138,6 +138,9 @@ def _recorded(core: Core, shared: tuple, instances: list[tuple]) -> Minibatch:
     with core.planning:
         minibatch: Minibatch = core.record(session, instances)
     core.refuse_tracers(minibatch.tracers)
+    if find_calls(minibatch.records, minibatch.arrays) and session.records.sequences.leave():
+        with core.planning:
+            minibatch = core.record(session, instances)
     if find_calls(minibatch.records, minibatch.arrays):
         raise ValueError(
             f"instances of the batched `{core.name}` have arrays that differ in length, which "

@@ -219,7 +219,7 @@ def _replaced(
             for part in parts
         ]
         if fields is None:
-            copied = kind(new) if is_plain else _rebuild(x, new)
+            copied = kind(new) if is_plain else rebuild(x, new)
         else:
             copied = object.__new__(kind)
             copied.__dict__.update(zip(fields, new, strict=True))
@@ -366,7 +366,8 @@ def _beside(x: object, parts: list[Leaf], structure: PyTreeDef) -> list[Hashable
     return [(name, snapshot(value)) for name, value in attributes if id(value) not in known_ids]
 
 
-def _rebuild(x: object, parts: list[Leaf]) -> PyTree:
+def rebuild(x: object, parts: list[Leaf]) -> PyTree:
+    """Returns a container like another one with other parts, in the order of `children_of`."""
     kind: Any = type(x)
     if isinstance(x, np.ndarray):
         array = np.empty(x.shape, object)

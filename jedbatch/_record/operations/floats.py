@@ -23,6 +23,7 @@ from jedbatch._record.identity.arithmetic import Arithmetic, Operands, PythonNum
 from jedbatch._record.identity.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
 from jedbatch._record.instances.arrays import FLOAT_TYPES, with_arrays_for_floats
 from jedbatch._record.operations.inlining import is_of_user
+from jedbatch._record.operations.sequences import Sequenced
 from jedbatch._record.operations.symbols import RecorderLike, Value
 from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.types import Array, PyTree
@@ -73,14 +74,16 @@ class Floating(tuple):
       floats: in order.
       weak: of each operand, whether its dtype gives way to that of others.
       operands: of its recording, if it was recorded.
+      sequences: as of `Sequenced`.
     """
 
     def __new__(cls, instance: tuple, *_: Any) -> "Floating":
         """Returns a tuple of the arguments."""
         return super().__new__(cls, instance)
 
-    def __init__(self, _: tuple, form: Form, floats: list[Any], weak: list[bool]):
+    def __init__(self, instance: tuple, form: Form, floats: list[Any], weak: list[bool]):
         self.form, self.floats, self.weak = form, floats, weak
+        self.sequences = instance.sequences if isinstance(instance, Sequenced) else {}
         self.operands: OperandsOfInstance | None = None
 
     def with_arrays(self) -> PyTree:
@@ -256,7 +259,7 @@ def _places_of(instance: tuple, floats: Sequence[Any]) -> list[int]:
     There are none if some floats are in attributes of objects that are no containers.
     """
     try:
-        leaves = with_arrays_for_floats(instance)[1]
+        leaves = with_arrays_for_floats(tuple(instance))[1]
     except (ValueError, RecursionError):  # it holds itself, or is deep
         return []
     places = [k for k, x in enumerate(leaves) if type(x) in FLOAT_TYPES]

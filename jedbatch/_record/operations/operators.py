@@ -20,6 +20,7 @@ from jax.extend.core import take_current_trace
 
 from jedbatch._graph.operations import CallSpec
 from jedbatch._jaxpr.symbolic_dims import is_ragged
+from jedbatch._record.identity.arithmetic import read_by_jax
 from jedbatch._record.identity.primitives import identity_of_constant
 from jedbatch._record.operations.symbols import (
     RecorderLike,
@@ -135,6 +136,8 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
     to instance: JAX would compute where they are, operation by operation.
     """
     items = item if isinstance(item, tuple) else (item,)
+    if recorder.stacking is not None:
+        items = tuple(map(read_by_jax, items))
     is_place = [_is_place(recorder, x) for x in items]
     count = is_place.index(False) if False in is_place else len(items)
     further = items[count:]
@@ -145,7 +148,8 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
         for x, n in zip(items[:count], value.shape, strict=False)
     ]
     kinds = tuple([None if isinstance(x, WHOLE) else (x.shape, x.dtype) for x in places])
-    arrays = tuple([identity_of_constant(x) for x in places if not isinstance(x, WHOLE)])
+    known = [x for x in places if not isinstance(x, WHOLE) and type(x) is not Value]
+    arrays = tuple(map(identity_of_constant, known))
     if arrays and not recorder.registry.varies(("row", kinds), (value.index,), (), arrays):
         return super(Shared, value).__getitem__(item)
     way = ("row", value.index, kinds, frozen(further))
@@ -170,7 +174,12 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
 
 
 def _is_place(recorder: RecorderLike, x: object) -> bool:
-    """Returns whether an index is a whole number, or an array of them that is at hand."""
+    """Returns whether an index is a whole number, or an array of them that is at hand.
+
+    Numbers may be elements of a sequence.
+    """
+    if recorder.stacking is not None and recorder.stacking.is_element(x):
+        return True
     if isinstance(x, np.ndarray) or id(x) in recorder.computed:
         return x.dtype.kind in "iu"  # type: ignore[attr-defined]
     return isinstance(x, WHOLE) and not isinstance(x, bool)

@@ -46,6 +46,7 @@ class RecorderLike(Protocol):
     containers: dict[int, tuple[Hashable, None]]
     cells: dict[Any, Any]
     leaving: Callable[["Symbol", str], None] | None
+    stacking: Any
 
     @property
     def result(self) -> type["Value"]: ...

@@ -35,6 +35,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Trace, Tracer
+from jax.extend.core import set_current_trace
 
 from jedbatch import checks
 from jedbatch._graph.operations import PrimitiveKey
@@ -79,6 +80,8 @@ from jedbatch._record.operations.operators import (
     remember_operation,
     step_by_step,
 )
+from jedbatch._record.operations.sequences import Elements, Sequenced, check_elements
+from jedbatch._record.operations.stacking import MAKES_STACKS, Stacking
 from jedbatch._record.operations.static_numbers import STATIC, row_of_weight, with_data
 from jedbatch._record.operations.symbols import Shared, Symbol, Value, frozen
 from jedbatch._record.types.custom_rules import (
@@ -116,6 +119,7 @@ class Recorder(Trace):
       keeps_types: whether operations are to have the types at first that they have later, as far as
         that can be; programs of rounds would otherwise grow when types change.
       noting: is called for each operation outside of cells; or None.
+      stacking: finds stacks of sequences of the instance that are arrays; None if there are none.
     """
 
     __slots__ = ("__dict__", "call_cell")  # the compiled core reads `call_cell` for every call
@@ -159,7 +163,8 @@ class Recorder(Trace):
         self.call_cell, self._forget_objects, self._next_instance = fast_path(self)
         self.noting = noting
         self.keeps_types = False
-        self.has_numbers = False  # of Python, for floats of the instance
+        self.has_numbers = False  # of Python, for floats and elements of the instance
+        self.stacking: Stacking | None = None
 
     def is_valid(self) -> bool:
         if self.active:
@@ -195,6 +200,7 @@ class Recorder(Trace):
         self.caching = True
         self.registry.shared_operands.num_instances += 1
         self.turn_to(instance)
+        self.has_numbers, self.stacking = False, None
         return self.symbolic(instance, arrays, types) if arrays else instance
 
     def turn_to(self, instance: PyTree) -> None:
@@ -209,12 +215,23 @@ class Recorder(Trace):
         types = list(map(array_type, arrays)) if types is None else types
         kind_of = {id(t): self.registry.value_type(*t) for t in {id(t): t for t in types}.values()}
         kinds = [kind_of[id(t)] for t in types]
-        self.has_numbers = type(instance) is Floating
+        self.has_numbers = type(instance) in (Floating, Sequenced)
+        symbols: list[Any]
         if type(instance) is Floating:
-            return replace_arrays(instance.with_arrays(), iter(instance.as_symbols(self, kinds)))
-        return replace_arrays(
-            instance, iter([self.leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)])
-        )
+            symbols = instance.as_symbols(self, kinds)
+            sequences, instance = instance.sequences, instance.with_arrays()
+        else:
+            symbols = [self.leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)]
+            sequences = {}
+            if type(instance) is Sequenced:
+                sequences, instance = instance.sequences, tuple(instance)
+        if sequences:
+            self.stacking = Stacking(self)
+            for leaf, x in enumerate(arrays):
+                if id(x) in sequences:
+                    given = symbols[leaf], leaf, sequences[id(x)], self.stacking.rows
+                    symbols[leaf] = Elements(self, *given).given
+        return replace_arrays(instance, iter(symbols))
 
     def forget(self) -> None:
         """Lets go of everything symbolic, and of those who computed its values."""
@@ -402,6 +419,7 @@ class Recorder(Trace):
     def slow_path(self, cell: Cell, args: tuple, static: dict) -> PyTree:
         """Records a call of a cell: any pytrees of anything."""
         if self.has_numbers and any(type(x) is PythonNumber for x in jax.tree.leaves(args)):
+            check_elements(args)
             return self.call_cell(cell, jax.tree.map(read_by_jax, args), static)
         return slow_path(self, cell, args, static)
 
@@ -450,6 +468,11 @@ class Recorder(Trace):
         out = self.perform(name, key, call, tracers)
         if filling is not None:
             self.registry.constants[filling] = [*out, *filter(is_array, tracers)]
+        if self.stacking is not None and name in MAKES_STACKS and type(out[0]) is Value:
+            stacking, self.stacking = self.stacking, None  # what follows stacks nothing
+            with set_current_trace(self):  # there is none while an operation is processed
+                of_array = stacking.of_array(out[0])
+            self.stacking, out = stacking, out if of_array is None else [of_array]
         return out if primitive.multiple_results else out[0]
 
     def perform(

@@ -19,12 +19,15 @@ from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import InputColumns, InputRows
 from jedbatch._graph.paths import int64_of, pointers
+from jedbatch._graph.prune import without_unread
 from jedbatch._graph.record import Record
+from jedbatch._graph.rewrite import with_inputs
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.cell import recording
 from jedbatch._record.instances.arrays import flatten, is_array
 from jedbatch._record.operations.failures import note_instance
+from jedbatch._record.operations.sequences import has_sequences
 from jedbatch._record.operations.symbols import Value
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.recursion import deeply
@@ -118,6 +121,8 @@ def trace(
         graph = finish(registry, columns, outputs, flat.reshape(len(ends), -1).T)
     except OverflowError as error:
         raise _overflow(registry, columns, ends, instances.numbers) or error from None
+    if any(map(has_sequences, instances.mapped)):
+        graph = with_inputs(without_unread(graph))  # of stacks that arrays take the place of
     return Traced(graph, forms, caching, recorder.tracers)
 
 
@@ -174,6 +179,8 @@ def _record_all(fn, recorder, instances, arrange):
             else:
                 leaves, structure = flatten(result, "the result of the function")
                 results = [recorder.output(leaf) for leaf in leaves]
+            if recorder.stacking is not None:
+                recorder.stacking.check([index for index, _ in results])
         except Exception as error:
             note_instance(error, numbers[i], instance, arrays[i])
             raise

@@ -15,6 +15,7 @@ from jedbatch._ragged.tiled_records import Expansion
 from jedbatch._record.identity.environment import NOWHERE, Reached
 from jedbatch._record.instances.key import keys_with_arrays
 from jedbatch._record.operations.floats import Floats
+from jedbatch._record.operations.sequences import Sequences
 from jedbatch._record.passes.coalesce import Coalescing
 from jedbatch._record.passes.lists import StackedLists
 from jedbatch._record.passes.readout import Readouts
@@ -119,6 +120,7 @@ class RecordCache:
       lengths, regions: of arrays whose length differs, and what is done to them.
       expansion: of graphs for all lengths to graphs for those of a minibatch.
       floats: of instances, which may be operands.
+      sequences: of whole numbers in instances, which may be arrays.
       num_recorded: minibatches of which some instances had to be recorded.
     """
 
@@ -126,6 +128,7 @@ class RecordCache:
         self.registry = registry
         self.num_recorded = 0
         self.floats = Floats(registry.assumptions, registry.budget)
+        self.sequences = Sequences(registry.assumptions)
         self.coalescing = Coalescing(registry)
         self.coalesces = options.granularity == "auto"
         self.merging = Merging() if options.granularity is None else None
@@ -258,7 +261,7 @@ class RecordCache:
     def assumed(self) -> tuple[Hashable, ...]:
         """Returns assumptions about lengths, numbers, floats and lists, and granularity."""
         version = self.registry.assumptions.version
-        versions = version("types", "shared", "lengths", "regions", "floats")
+        versions = version("types", "shared", "lengths", "regions", "floats", "sequences")
         return versions, self.coalesces, self.floats.apart
 
     @property

@@ -41,6 +41,7 @@ from jedbatch._record.instances.key import (
     written_key,
 )
 from jedbatch._record.operations.floats import Floating, without_floats
+from jedbatch._record.operations.sequences import Sequenced, has_sequences
 from jedbatch._record.passes.coalesce import has_cells
 from jedbatch._record.run.trace import Instances, trace
 from jedbatch._record.run.units import Unit, Units
@@ -160,10 +161,13 @@ class Recording:
             keys = list(plain)
         else:
             self._take_keys(instances, others, plain, keys, arrays)
+        changed: dict[int, Any] = self._take_sequences(cache, instances, others, keys, arrays)
+        instances = [changed.get(i, x) for i, x in enumerate(instances)] if changed else instances
         floating = self._take_floats(cache, instances, others, keys, arrays)
         if floating:
-            are_plain = False
             instances = [floating.get(i, x) for i, x in enumerate(instances)]
+            changed |= floating
+        are_plain = are_plain and not changed
         given = cache.look(keys, arrays)
         if are_plain:  # without arrays
             records = list(map(cache.by_key.get, keys))
@@ -181,14 +185,13 @@ class Recording:
         ]
         if not new:
             _set_short_apart(cache, records, arrays, given)
-            if self.key is None and not (are_plain or floating):
+            if self.key is None and not (are_plain or changed):
                 cache.keep(subjects, records, arrays)
             return records, arrays, [], len(instances)
         revision, coalesces = cache.revision, cache.coalesces
         mine, types = [instances[i] for i in new], [given[i] for i in new]
         to_record = Instances(mine, [arrays[i] for i in new], new)
-        has_floating = bool(floating) and any(type(x) is Floating for x in mine)
-        with self._floats_as_operands(cache, mine) if has_floating else contextlib.nullcontext():
+        with self._with_numbers(cache, mine):
             graphs, keep, tracers = self._record(cache, to_record, types, read)
         cache.check(revision)
         if cache.coalesces != coalesces and any(r is not None for r in records):
@@ -200,11 +203,11 @@ class Recording:
         _set_short_apart(cache, records, arrays, given)
         kept = [i for i, k in zip(new, keep, strict=True) if k and keys[i] is not None]
         cache.keep_new([keys[i] for i in kept], [records[i] for i in kept])
-        if self.key is None and any(given) and len(kept) == len(new) and not floating:
+        if self.key is None and any(given) and len(kept) == len(new) and not changed:
             cache.keep(subjects, records, arrays)
         if self.key is None:
             # Those that stay have an identity of their own.
-            stay = set(itertools.compress(others, constant)).difference(floating)
+            stay = set(itertools.compress(others, constant)).difference(changed)
             same = [i for i in kept if i in stay and len(instances[i]) == 1]
             cache.keep_seen([subjects[i] for i in same], [records[i] for i in same])
         return records, arrays, tracers, len(instances) - len(new)
@@ -226,6 +229,25 @@ class Recording:
                 ids = list(map(id, arrays[i]))
                 form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]
                 keys[i] = ("given", self.key(*instances[i]), *form)
+
+    def _take_sequences(
+        self,
+        cache: RecordCache,
+        instances: Sequence[tuple],
+        which: Sequence[int],
+        keys: list[Hashable],
+        arrays: list[Any],
+    ) -> dict[int, Sequenced]:
+        """Returns instances whose sequences are arrays; writes their keys and arrays."""
+        if self.key is not None or cache.lengths.off or not cache.sequences.are_looked_at:
+            return {}
+        found = {}
+        for k, made in cache.sequences.with_arrays([instances[i] for i in which]).items():
+            i = which[k]
+            key, own = keyed(i, tuple(made), self.classes)
+            if isinstance(key, tuple):
+                keys[i], arrays[i], found[i] = (*key, ("sequences", *made.key)), own, made
+        return found
 
     def _take_floats(
         self,
@@ -264,13 +286,16 @@ class Recording:
         return found
 
     @contextlib.contextmanager
-    def _floats_as_operands(self, cache: RecordCache, instances: Sequence[Any]) -> Iterator[None]:
+    def _with_numbers(self, cache: RecordCache, instances: Sequence[Any]) -> Iterator[None]:
         """Raises `GuardFailed` if what is recorded inside is to be recorded again.
 
-        So it is if Python needs floats themselves, or asks for their types, or has computed with
-        them what is no operand yet.
+        So it is if Python needs floats or elements themselves, or asks for their types, or has
+        computed with floats what is no operand yet. Elements of sequences are the first suspects.
         """
-        floats = cache.floats
+        floats, sequences = cache.floats, any(map(has_sequences, instances))
+        if not sequences and not any(type(x) is Floating for x in instances):
+            yield
+            return
         asked: list[Asked] = []
         try:
             with noting_whether_it_asks(asked):
@@ -278,12 +303,17 @@ class Recording:
         except PerformanceWarning:
             raise
         except Exception as error:
+            if sequences:
+                cache.sequences.leave()
+                raise GuardFailed from None
             needs = isinstance(error, SymbolicValueError | jax.errors.JAXTypeError)
             why = "Python needs the value of one" if needs else "what is done with one is unknown"
             line = user_line_in(error)
             floats.apart = f"{why} at {line}" if line else why
             raise GuardFailed from None
-        if asked[0].anything:
+        if asked[0].anything and sequences:
+            cache.sequences.leave()
+        elif asked[0].anything:
             floats.apart = "the function asks for types, or catches errors"
         if asked[0].anything or floats.note_missing(instances):
             raise GuardFailed

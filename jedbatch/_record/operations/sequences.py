@@ -1,0 +1,371 @@
+"""Sequences of numbers in instances that become arrays in the function: arrays of any length.
+
+    params["E"][jnp.array(words)]                        # words: a tuple or list of ints
+    jnp.stack([params["E"][w] for w in words])
+
+Sentences come as tuples of tokens, and what is done with the array of a tuple has a type for each
+length. An array `[n]` of the instance has one for all (see `_ragged.lengths`). So where sequences
+differ in length at one place of instances, an array takes the place of each, and the function gets
+a tuple as before:
+
+    jnp.array(words)                    the array, by the protocol `__jax_array__`
+    for w in words, len(words), ...     Python sees how long it is: an instance is recorded for each
+                                        length, and only programs are the same
+    jnp.stack([f(w) for w in words])    computed from the array (see `_record.operations.stacking`)
+
+If an element is read in another way, if Python computes with one or looks something up by it, or if
+it goes to a cell, sequences at this place stay what they are. If the function asks for types or
+fails, all do.
+"""
+
+import typing
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jedbatch._record.cell import recording
+from jedbatch._record.identity.arithmetic import Operands, PythonNumber
+from jedbatch._record.identity.assumptions import Assumptions
+from jedbatch._record.instances.arrays import PLAIN_TYPES, array_type, children_of, rebuild
+from jedbatch._record.operations.symbols import RecorderLike, Value
+from jedbatch._support.guards import GuardFailed
+from jedbatch._support.types import Array, Leaf, PyTree
+
+MOST_TRIED = 64  # instances without sequences as arrays, before nobody looks for them any more
+FEWEST_MINIBATCHES = 8  # in which they are looked for
+MOST_PLACES = 64  # of sequences that are told apart
+MOST_FAILED = 4  # places whose sequences cannot be arrays, before none are
+MOST_LEFT_OUT = 2  # elements at either end that a stack may lack, as that of `words[:-1]`
+NUMBERS = (bool, int, float, np.number, np.bool_)
+Place = tuple[Hashable, ...]  # of a sequence in instances; "*" for any index
+
+
+class SequencesAtPlace:
+    """The sequences at one place of instances.
+
+    Attributes:
+      lengths: two of them, if they differ.
+      are_seen: whether Python sees how long they are.
+      are_cut: whether stacks may lack elements at either end. JAX makes stacks of many values of
+        stacks of a few each, which look like that.
+      short: lengths of which no array takes the place: a single element left is no stack.
+      are_apart: whether no array takes their place.
+    """
+
+    def __init__(self, assumptions: Assumptions):
+        self._assumptions = assumptions
+        self.lengths: set[int] = set()
+        self.are_seen = self.are_cut = self.are_apart = False
+        self.short: set[int] = set()
+
+    def note(self, length: int) -> None:
+        """Takes note of a length."""
+        if len(self.lengths) < 2:
+            self.lengths.add(length)
+
+    def takes(self, length: int) -> bool:
+        """Returns whether an array takes the place of a sequence of some length."""
+        return len(self.lengths) > 1 and not self.are_apart and length not in self.short
+
+    def changed(self) -> NoReturn:
+        """Raises `GuardFailed`: instances have to be recorded again."""
+        self._assumptions.fail("sequences")
+        raise GuardFailed
+
+
+class NumbersAsArray(NamedTuple):
+    """A sequence of numbers, and the array that takes its place.
+
+    Attributes:
+      numbers: a tuple or list of numbers of one class.
+      array: of these, [n].
+      of_place: what is known of sequences at its place.
+    """
+
+    numbers: Sequence[Any]
+    array: Array
+    of_place: SequencesAtPlace
+
+
+class Sequenced(tuple):
+    """The mapped arguments of an instance with arrays in place of sequences.
+
+    Attributes:
+      sequences: by the id of each array.
+    """
+
+    sequences: dict[int, NumbersAsArray]
+
+    def __new__(cls, instance: tuple, *_: Any) -> "Sequenced":
+        """Returns a tuple of the arguments."""
+        return super().__new__(cls, instance)
+
+    def __init__(self, _: tuple, sequences: dict[int, NumbersAsArray]):
+        self.sequences = sequences
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """What instances are told apart by besides their arrays."""
+        return tuple(
+            [
+                (type(x), type(x[0]), len(x) if of_place.are_seen else None)
+                for x, _, of_place in self.sequences.values()
+            ]
+        )
+
+
+class Elements(Operands):
+    """The elements of a sequence while an instance is recorded.
+
+    Attributes:
+      array: that takes the place of the sequence.
+      of_place: what is known of sequences at its place.
+      length: how many there are.
+      given: the sequence that the function gets.
+    """
+
+    def __init__(
+        self,
+        recorder: RecorderLike,
+        array: Value,
+        leaf: int,
+        sequence: NumbersAsArray,
+        rows: dict[int, tuple["Elements", int]],
+    ):
+        self.arithmetic = typing.cast(Any, self)  # Python computes nothing with elements
+        self.array, self.of_place = array, sequence.of_place
+        self.length = len(sequence.numbers)
+        self._recorder, self._leaf, self._rows = recorder, leaf, rows
+        self._kind = recorder.registry.value_type(*array_type(sequence.numbers[0]))
+        self._row_of: dict[int, Value] = {}
+        self._numbers = [PythonNumber(recorder, self, k, x) for k, x in enumerate(sequence.numbers)]
+        kind: Any = ElementTuple if type(sequence.numbers) is tuple else ElementList
+        self.given = kind(self._numbers)
+        self.given.elements = self
+
+    def step(self, *_: Any) -> NoReturn:
+        """Raises `GuardFailed`: Python would compute with an element."""
+        self.refuse()
+
+    def hash_of(self, number: PythonNumber) -> NoReturn:
+        """Raises `GuardFailed`: what is looked up by a number depends on its value."""
+        self.refuse()
+
+    def read(self, number: PythonNumber) -> Array:
+        """Returns what an operation of JAX reads, a row of the array."""
+        if recording.recorder is not self._recorder:  # but a cell
+            self.refuse()
+        k = number.step
+        if k not in self._row_of:
+            self._row_of[k] = self._recorder.leaf_value(self._kind, self._leaf, (k,))
+            self._rows[self._row_of[k].index] = self, k
+        return self._row_of[k]
+
+    def note_seen(self) -> None:
+        """Notes that Python sees how long the sequence is."""
+        if not self.of_place.are_seen:
+            self.of_place.are_seen = True
+            self.of_place.changed()
+
+    def as_array(self, given: Sequence[Any]) -> Array:
+        """Returns the array of what the function got, by the protocol of JAX."""
+        if type(given) is ElementList and not self._is_whole(given):
+            return jnp.stack([*given])
+        return self.array
+
+    def _is_whole(self, given: list[Any]) -> bool:
+        """Returns whether a list is as it was."""
+        own = list.copy(given)
+        return len(own) == self.length and all(map(lambda a, b: a is b, own, self._numbers))
+
+    def refuse(self) -> NoReturn:
+        """Leaves sequences at this place what they are, for good; raises `GuardFailed`."""
+        self.of_place.are_apart = True
+        self.of_place.changed()
+
+
+class ElementTuple(tuple):
+    """A tuple of the elements of a sequence.
+
+    Attributes:
+      elements: these.
+    """
+
+    elements: Elements
+
+    def __jax_array__(self) -> Array:
+        """Returns an array of the elements."""
+        return self.elements.as_array(self)
+
+
+class ElementList(list):
+    """A list of the elements of a sequence.
+
+    Attributes:
+      elements: these.
+    """
+
+    elements: Elements
+
+    def __jax_array__(self) -> Array:
+        """Returns an array of the elements."""
+        return self.elements.as_array(self)
+
+
+def _noting(of_base: Callable) -> Callable:
+    """Returns a method of a tuple or list that notes that Python looks into it."""
+
+    def method(self: Any, *args: Any, **named: Any) -> Any:
+        self.elements.note_seen()
+        return of_base(self, *args, **named)
+
+    return method
+
+
+UNSEEN = {"__new__", "__init__", "__getattribute__", "__class_getitem__"}  # methods of containers
+
+
+def _stand_for(kind: Any, plain: Any) -> None:
+    """Has a class note what Python does with its objects, and be a pytree like another one."""
+    for name, method in vars(plain).items():
+        if callable(method) and name not in UNSEEN:
+            setattr(kind, name, _noting(method))
+    jax.tree_util.register_pytree_node(
+        kind, lambda x: (list(x), None), lambda _, parts: plain(parts)
+    )
+
+
+_stand_for(ElementTuple, tuple)
+_stand_for(ElementList, list)
+
+
+def has_sequences(instance: Any) -> bool:
+    """Returns whether arrays take the place of sequences of an instance."""
+    return bool(getattr(instance, "sequences", None))
+
+
+def check_elements(arguments: PyTree) -> None:
+    """Raises `GuardFailed` if arguments of a cell are elements of a sequence."""
+    for x in jax.tree.leaves(arguments):
+        if type(x) is PythonNumber and type(x.operands) is Elements:
+            x.operands.refuse()
+
+
+class Sequences:
+    """Which sequences of numbers are arrays: all at a place of instances, or none.
+
+    Attributes:
+      are_looked_at: whether some may be.
+    """
+
+    def __init__(self, assumptions: Assumptions):
+        self._assumptions = assumptions
+        self._places: dict[Place, SequencesAtPlace] = {}
+        self._left = MOST_TRIED
+
+    @property
+    def are_looked_at(self) -> bool:
+        """Returns whether sequences may be arrays."""
+        return self._left > 0
+
+    def with_arrays(self, instances: Sequence[tuple]) -> dict[int, Sequenced]:
+        """Returns those of some instances in which arrays take the place of sequences, by number.
+
+        Takes note of the lengths of their sequences first.
+        """
+        self._left -= min(len(instances), MOST_TRIED // FEWEST_MINIBATCHES)
+        try:
+            for instance in instances:
+                for place, x in _sequences_in(instance, ()):
+                    self._note(place, len(x))
+            if sum(x.are_apart for x in self._places.values()) > MOST_FAILED:
+                self._left = 0
+            elif any(x.takes(0) for x in self._places.values()):
+                return self._replaced_in(instances)
+        except RecursionError:  # an instance is deep, or holds itself
+            self._left = 0
+        return {}
+
+    def leave(self) -> bool:
+        """Leaves sequences what they are, for good; returns whether some were arrays."""
+        were_arrays = self._left > 0 and any(x.takes(0) for x in self._places.values())
+        self._left = 0
+        self._assumptions.fail("sequences", were_arrays)
+        return were_arrays
+
+    def _note(self, place: Place, length: int) -> None:
+        """Takes note of the length of a sequence."""
+        known = self._places.get(place)
+        if known is None and len(self._places) < MOST_PLACES:
+            known = self._places[place] = SequencesAtPlace(self._assumptions)
+        if known is not None:
+            known.note(length)
+
+    def _replaced_in(self, instances: Sequence[tuple]) -> dict[int, Sequenced]:
+        """Returns instances with arrays in place of sequences, by number."""
+        found = {}
+        for i, instance in enumerate(instances):
+            sequences: dict[int, NumbersAsArray] = {}
+            replaced = self._replaced(tuple(instance), (), sequences)
+            if sequences:
+                found[i] = Sequenced(replaced, sequences)
+        if found:
+            self._left = MOST_TRIED
+        return found
+
+    def _replaced(self, x: Leaf, place: Place, sequences: dict[int, NumbersAsArray]) -> PyTree:
+        """Returns a part of an instance with arrays in place of sequences, which it adds."""
+        if place and _is_sequence(x):
+            of_place = self._places.get(place)
+            is_one = of_place is not None and of_place.takes(len(x))
+            array = _array_of(x) if is_one else None
+            if of_place is None or array is None:
+                return x
+            sequences[id(array)] = NumbersAsArray(x, array, of_place)
+            return array
+        found = _parts(x, place)
+        if found is None:
+            return x
+        pairs = zip(*found, strict=True)
+        new = [self._replaced(part, where, sequences) for part, where in pairs]
+        if all(a is b for a, b in zip(new, found[0], strict=True)):
+            return x
+        return type(x)(new) if type(x) in (tuple, list) else rebuild(x, new)
+
+
+def _is_sequence(x: Leaf) -> bool:
+    """Returns whether this is a tuple or list of numbers of one class."""
+    if (type(x) is not tuple and type(x) is not list) or not x:
+        return False
+    kind = type(x[0])
+    return issubclass(kind, NUMBERS) and all(type(k) is kind for k in x)
+
+
+def _parts(x: Leaf, place: Place) -> tuple[list[Leaf], list[Place]] | None:
+    """Returns (parts of a container, places of these); None of what is none."""
+    node = None if type(x) in PLAIN_TYPES else children_of(x)
+    if node is None:
+        return None
+    parts = node[1]
+    are_alike = type(x) is list or (bool(place) and all(map(_is_sequence, parts)))
+    return parts, [(*place, "*" if are_alike else k) for k in range(len(parts))]
+
+
+def _sequences_in(x: Leaf, place: Place) -> Iterator[tuple[Place, Sequence[Any]]]:
+    """Yields the sequences in a part of an instance, and the place of each."""
+    if place and _is_sequence(x):
+        yield place, x
+    elif (found := _parts(x, place)) is not None:
+        for part, where in zip(*found, strict=True):
+            yield from _sequences_in(part, where)
+
+
+def _array_of(numbers: Sequence[Any]) -> Array | None:
+    """Returns an array of numbers as JAX sees them; None if they do not fit."""
+    try:
+        return np.array(numbers, array_type(numbers[0])[1])
+    except OverflowError:
+        return None
