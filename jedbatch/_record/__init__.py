@@ -18,16 +18,16 @@ Read in this order:
    same.
 4. `identity.function_leaves`: The things that functions hold, and functions like them that hold
    other things.
-5. `identity.accessors`: How environments read what they have seen once more: functions from a
-   thing to what is in it.
+5. `identity.accessors`: How environments read what they have seen once more: functions from a thing
+   to what is in it.
 6. `identity.environment`: The values that a function reads besides its arguments, and detection of
    changes to them.
 7. `identity.primitives`: Keys that tell operations of JAX apart: keys of primitives, their
    parameters and jaxprs.
 8. `identity.arithmetic`: Arithmetic of Python on numbers that cells hold or instances have, before
    JAX sees a result.
-9. `identity.assumptions`: `Assumptions`: what is constant until more than a few variants of it
-   were met, then data.
+9. `identity.assumptions`: `Assumptions`: what is constant until more than a few variants of it were
+   met, then data.
 10. `identity.concretization`: Whether Python asks what a number is, which is an operand while a
    cell is traced.
 11. `identity.number_operands`: Numbers of instances in the bodies and closures of operations, as
@@ -59,30 +59,34 @@ Read in this order:
    lengths of loops, and exponents.
 29. `operations.inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces
    them into many programs.
-30. `operations.floats`: Floats of instances: constants until many sets of them were met, then
+30. `operations.sequences`: Sequences of numbers in instances that become arrays in the function:
+   arrays of any length.
+31. `operations.floats`: Floats of instances: constants until many sets of them were met, then
    operands.
-31. `calls.fast_path`: Recording calls of cells the second time: by a description of their
+32. `operations.stacking`: Stacks of the elements of a sequence, or of what is computed from each,
+   from an array of them.
+33. `calls.fast_path`: Recording calls of cells the second time: by a description of their
    arguments.
-32. `calls.slow_path`: Recording calls of cells the first time, and those without a short
+34. `calls.slow_path`: Recording calls of cells the first time, and those without a short
    description.
-33. `run.recorder`: A recorder of what a function does to symbolic values.
-34. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-35. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
-36. `run.recursion`: Recursion deeper than Python's limit.
-37. `run.trace`: Recording a minibatch: every instance of it as a graph.
-38. `run.units`: Units: the functions of the user that would be cells of the operations that are
+35. `run.recorder`: A recorder of what a function does to symbolic values.
+36. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+37. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
+38. `run.recursion`: Recursion deeper than Python's limit.
+39. `run.trace`: Recording a minibatch: every instance of it as a graph.
+40. `run.units`: Units: the functions of the user that would be cells of the operations that are
    recorded.
-39. `passes.patterns`: Patterns: what several operations compute that become one node.
-40. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
+41. `passes.patterns`: Patterns: what several operations compute that become one node.
+42. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
    they compute.
-41. `passes.coalesce`: Finding cells without marks: operations that always run together become one
+43. `passes.coalesce`: Finding cells without marks: operations that always run together become one
    node.
-42. `passes.list_regions`: Nodes of a recording, and how some of them become one.
-43. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
+44. `passes.list_regions`: Nodes of a recording, and how some of them become one.
+45. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
    and again.
-44. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
-45. `passes.lists`: Lists outside of cells: what is done with a stack of values becomes one node.
-46. `passes.readout`: Read-outs: what instances do after their last cell becomes one node.
-47. `passes.projections`: Input projections: products of a cell that no recursion waits for become
+46. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
+47. `passes.lists`: Lists outside of cells: what is done with a stack of values becomes one node.
+48. `passes.readout`: Read-outs: what instances do after their last cell becomes one node.
+49. `passes.projections`: Input projections: products of a cell that no recursion waits for become
    nodes of their own.
 """

@@ -282,6 +282,13 @@ def test_numbers_that_do_not_fit_are_an_error_as_before():
         batched(PARAMS, [(1, 2, 3), (1, 2**40)])
 
 
+def test_a_number_that_names_no_row_is_an_error():
+    batched = check(of_rows, sentences(0))
+    for words in [(1, 20), (19,) * 5 + (-21,)]:
+        with pytest.raises(IndexError):
+            batched(PARAMS, [(1, 2), words])
+
+
 # --- where arrays of any length are no part of a graph ---
 
 

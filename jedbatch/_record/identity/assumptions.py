@@ -14,7 +14,7 @@ the same everywhere, so each *group* of assumptions has a version of its own:
 - `shared`: the same, and records of earlier instances are forgotten.
 - `types`: these records are forgotten, as types that had been met have become others.
 - `regions`: records of arrays that differ in length are forgotten.
-- `lengths`, `floats`: instances have other keys, and so other records.
+- `lengths`, `floats`, `sequences`: instances have other keys, and so other records.
 
 In other groups there is nothing to record again.
 """

@@ -143,10 +143,7 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
     further = items[count:]
     if not (count and recorder.active and count <= len(value.shape) and is_static(further)):
         return super(Shared, value).__getitem__(item)
-    places = [
-        row_index(x, n) if isinstance(x, WHOLE) else x
-        for x, n in zip(items[:count], value.shape, strict=False)
-    ]
+    places = [_place(recorder, x, n) for x, n in zip(items[:count], value.shape, strict=False)]
     kinds = tuple([None if isinstance(x, WHOLE) else (x.shape, x.dtype) for x in places])
     known = [x for x in places if not isinstance(x, WHOLE) and type(x) is not Value]
     arrays = tuple(map(identity_of_constant, known))
@@ -171,6 +168,15 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
         for x in places
     ]
     return recorder.record(recorded.call_spec)
+
+
+def _place(recorder: RecorderLike, x: Leaf, extent: int) -> Leaf:
+    """Returns an index; raises `IndexError` of a number that names no row."""
+    if isinstance(x, WHOLE):
+        return row_index(x, extent)
+    if recorder.stacking is not None and recorder.stacking.is_element(x):
+        recorder.stacking.check_row(x, extent)
+    return x
 
 
 def _is_place(recorder: RecorderLike, x: object) -> bool:

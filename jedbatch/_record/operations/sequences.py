@@ -53,6 +53,8 @@ class SequencesAtPlace:
         stacks of a few each, which look like that.
       short: lengths of which no array takes the place: a single element left is no stack.
       are_apart: whether no array takes their place.
+      rows: of the smallest table of which elements name rows by themselves, if there is one.
+        Numbers that name none are an error where the function is recorded.
     """
 
     def __init__(self, assumptions: Assumptions):
@@ -60,6 +62,7 @@ class SequencesAtPlace:
         self.lengths: set[int] = set()
         self.are_seen = self.are_cut = self.are_apart = False
         self.short: set[int] = set()
+        self.rows: int | None = None
 
     def note(self, length: int) -> None:
         """Takes note of a length."""
@@ -69,6 +72,18 @@ class SequencesAtPlace:
     def takes(self, length: int) -> bool:
         """Returns whether an array takes the place of a sequence of some length."""
         return len(self.lengths) > 1 and not self.are_apart and length not in self.short
+
+    def array(self, numbers: Sequence[Any]) -> Array | None:
+        """Returns the array that takes the place of a sequence; None if none does."""
+        if not self.takes(len(numbers)):
+            return None
+        try:
+            array = np.array(numbers, array_type(numbers[0])[1])
+        except OverflowError:
+            return None
+        if self.rows is not None and not -self.rows <= array.min() <= array.max() < self.rows:
+            return None
+        return array
 
     def changed(self) -> NoReturn:
         """Raises `GuardFailed`: instances have to be recorded again."""
@@ -163,6 +178,10 @@ class Elements(Operands):
             self._row_of[k] = self._recorder.leaf_value(self._kind, self._leaf, (k,))
             self._rows[self._row_of[k].index] = self, k
         return self._row_of[k]
+
+    def number(self, k: int) -> Any:
+        """Returns an element as a number of Python or NumPy."""
+        return self._numbers[k].value
 
     def note_seen(self) -> None:
         """Notes that Python sees how long the sequence is."""
@@ -320,8 +339,7 @@ class Sequences:
         """Returns a part of an instance with arrays in place of sequences, which it adds."""
         if place and _is_sequence(x):
             of_place = self._places.get(place)
-            is_one = of_place is not None and of_place.takes(len(x))
-            array = _array_of(x) if is_one else None
+            array = None if of_place is None else of_place.array(x)
             if of_place is None or array is None:
                 return x
             sequences[id(array)] = NumbersAsArray(x, array, of_place)
@@ -361,11 +379,3 @@ def _sequences_in(x: Leaf, place: Place) -> Iterator[tuple[Place, Sequence[Any]]
     elif (found := _parts(x, place)) is not None:
         for part, where in zip(*found, strict=True):
             yield from _sequences_in(part, where)
-
-
-def _array_of(numbers: Sequence[Any]) -> Array | None:
-    """Returns an array of numbers as JAX sees them; None if they do not fit."""
-    try:
-        return np.array(numbers, array_type(numbers[0])[1])
-    except OverflowError:
-        return None

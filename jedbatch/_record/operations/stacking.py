@@ -76,6 +76,14 @@ class Stacking:
         """Returns whether this is an element of a sequence, as operations of JAX read it."""
         return type(x) is Value and x.index in self.rows
 
+    def check_row(self, element: Value, extent: int) -> None:
+        """Raises `GuardFailed` if an element names no row, which is an error of the function."""
+        elements, k = self.rows[element.index]
+        known = elements.of_place
+        known.rows = extent if known.rows is None else min(known.rows, extent)
+        if not -extent <= elements.number(k) < extent:
+            known.changed()
+
     def check(self, results: Sequence[int]) -> None:
         """Raises `GuardFailed` if an element leads to results other than in a stack."""
         left, seen = list(results), set(results)
@@ -153,6 +161,7 @@ class Stacking:
         return self._makers.get(value)
 
     def _operands(self, value: int) -> list[int]:
+        """Returns what the node reads that makes a value; nothing of inputs."""
         maker = self._maker(value)
         if maker is None:
             return []
@@ -240,13 +249,13 @@ class Stacking:
         maker = self._maker(value)
         if maker is None:
             kind = recorder.registry.groups[recorder.input_group[~value]][1]
-            return Value(recorder, value, kind), False
+            return found.setdefault(value, (Value(recorder, value, kind), False))
         type_id, _, result = maker
         node_type = recorder.registry.node_types[type_id]
         operands = [self._mapped(x, array, found) for x in self._operands(value)]
         if not any(is_mapped for _, is_mapped in operands):
             (kind,) = recorder.registry.kinds_of([node_type.results[result]])
-            return Value(recorder, value, kind), False
+            return found.setdefault(value, (Value(recorder, value, kind), False))
         values = [Shared(recorder, i) for i in node_type.shared] + [x for x, _ in operands]
         axes = [None] * len(node_type.shared) + [0 if mapped else None for _, mapped in operands]
         run = jaxpr_as_fun(operation_of(node_type).jaxpr)
