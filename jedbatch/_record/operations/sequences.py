@@ -35,7 +35,7 @@ from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array, Leaf, PyTree
 
 MOST_TRIED = 64  # instances without sequences as arrays, before nobody looks for them any more
-FEWEST_MINIBATCHES = 8  # in which they are looked for
+FEWEST_MINIBATCHES = 4  # in which they are looked for
 MOST_PLACES = 64  # of sequences that are told apart
 MOST_FAILED = 4  # places whose sequences cannot be arrays, before none are
 MOST_LEFT_OUT = 2  # elements at either end that a stack may lack, as that of `words[:-1]`
@@ -298,7 +298,7 @@ class Sequences:
         self._left -= min(len(instances), MOST_TRIED // FEWEST_MINIBATCHES)
         try:
             for instance in instances:
-                for place, x in _sequences_in(instance, ()):
+                for place, x in _sequences_in(instance):
                     self._note(place, len(x))
             if sum(x.are_apart for x in self._places.values()) > MOST_FAILED:
                 self._left = 0
@@ -328,30 +328,47 @@ class Sequences:
         found = {}
         for i, instance in enumerate(instances):
             sequences: dict[int, NumbersAsArray] = {}
-            replaced = self._replaced(tuple(instance), (), sequences)
+            replaced = self._replaced(tuple(instance), (), sequences, {})
             if sequences:
                 found[i] = Sequenced(replaced, sequences)
         if found:
             self._left = MOST_TRIED
         return found
 
-    def _replaced(self, x: Leaf, place: Place, sequences: dict[int, NumbersAsArray]) -> PyTree:
-        """Returns a part of an instance with arrays in place of sequences, which it adds."""
+    def _replaced(
+        self,
+        x: Leaf,
+        place: Place,
+        sequences: dict[int, NumbersAsArray],
+        done: dict[int, tuple[Leaf, Leaf]],
+    ) -> PyTree:
+        """Returns a part of an instance with arrays in place of sequences.
+
+        Args:
+          x: the part.
+          place: of it.
+          sequences: to which those found are added.
+          done: parts met before and what takes their place, by id.
+        """
+        if type(x) in PLAIN_TYPES:
+            return x
+        if id(x) in done:
+            return done[id(x)][1]
+        done[id(x)] = x, x
+        found = _parts(x, place)
         if place and _is_sequence(x):
             of_place = self._places.get(place)
             array = None if of_place is None else of_place.array(x)
-            if of_place is None or array is None:
-                return x
-            sequences[id(array)] = NumbersAsArray(x, array, of_place)
-            return array
-        found = _parts(x, place)
-        if found is None:
-            return x
-        pairs = zip(*found, strict=True)
-        new = [self._replaced(part, where, sequences) for part, where in pairs]
-        if all(a is b for a, b in zip(new, found[0], strict=True)):
-            return x
-        return type(x)(new) if type(x) in (tuple, list) else rebuild(x, new)
+            if of_place is not None and array is not None:
+                sequences[id(array)] = NumbersAsArray(x, array, of_place)
+                done[id(x)] = x, array
+        elif found is not None:
+            pairs = zip(*found, strict=True)
+            new = [self._replaced(part, where, sequences, done) for part, where in pairs]
+            if any(a is not b for a, b in zip(new, found[0], strict=True)):
+                rebuilt = type(x)(new) if type(x) in (tuple, list) else rebuild(x, new)
+                done[id(x)] = x, rebuilt
+        return done[id(x)][1]
 
 
 def _is_sequence(x: Leaf) -> bool:
@@ -372,10 +389,16 @@ def _parts(x: Leaf, place: Place) -> tuple[list[Leaf], list[Place]] | None:
     return parts, [(*place, "*" if are_alike else k) for k in range(len(parts))]
 
 
-def _sequences_in(x: Leaf, place: Place) -> Iterator[tuple[Place, Sequence[Any]]]:
-    """Yields the sequences in a part of an instance, and the place of each."""
-    if place and _is_sequence(x):
-        yield place, x
-    elif (found := _parts(x, place)) is not None:
-        for part, where in zip(*found, strict=True):
-            yield from _sequences_in(part, where)
+def _sequences_in(instance: tuple) -> Iterator[tuple[Place, Sequence[Any]]]:
+    """Yields the sequences in an instance, and the place of each, the first of several."""
+    left: list[tuple[Leaf, Place]] = [(instance, ())]
+    seen: dict[int, Leaf] = {}
+    while left:
+        x, place = left.pop()
+        if type(x) in PLAIN_TYPES or id(x) in seen:
+            continue
+        seen[id(x)] = x
+        if place and _is_sequence(x):
+            yield place, x
+        elif (found := _parts(x, place)) is not None:
+            left += zip(*found, strict=True)
