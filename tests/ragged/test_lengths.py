@@ -352,7 +352,7 @@ def test_instances_none_of_which_has_a_rule_are_recorded_once():
     def fn(weight, instance):
         calls.append(instance)
         marks, x = instance
-        return (jnp.stack([weight[m] for m in marks]) * x[:, None]).sum(0)
+        return (jnp.stack([weight[1 - m] for m in marks]) * x[:, None]).sum(0)
 
     def minibatch(seed):
         rng = np.random.default_rng(seed)
