@@ -41,6 +41,7 @@ from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.length_families import ArrayType, LengthFamily, Pair, SymbolicTypes
 from jedbatch._record.identity.assumptions import Assumptions
 from jedbatch._record.instances.arrays import array_type
+from jedbatch._record.operations.sequences import places_of_sequences
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 
@@ -182,7 +183,7 @@ class Lengths:
         general, form = _general(key)
         family = None if general is None else self._families.get(form)
         if family is None:
-            family = LengthFamily([array_type(x) for x in arrays])
+            family = LengthFamily([array_type(x) for x in arrays], places_of_sequences(key))
             family.add(self._related(family))
             family.group(self._grouped(family))
             tells = len(self._families) > 1  # whether kinds say what is ragged, see `_ragged`
@@ -197,7 +198,9 @@ class Lengths:
 
     def _observe_kinds(self, family: LengthFamily, lengths: Sequence[int]) -> None:
         """Takes note of the lengths of arrays of each kind."""
-        for n, (shape, dtype, _) in zip(lengths, family.types, strict=True):
+        for i, (n, (shape, dtype, _)) in enumerate(zip(lengths, family.types, strict=True)):
+            if i in family.sequences:
+                continue
             known = self._kinds.setdefault((shape[1:], dtype), n) if n >= 0 else n
             if known is not None and known != n:
                 self._kinds[shape[1:], dtype] = None
@@ -209,7 +212,9 @@ class Lengths:
         return [
             i
             for i, (shape, dtype, _) in enumerate(family.types)
-            if family.varied[i] or (shape and kinds.get((shape[1:], dtype), 0) is None)
+            if family.varied[i]
+            or i in family.sequences
+            or (shape and kinds.get((shape[1:], dtype), 0) is None)
         ]
 
     def _types_of(

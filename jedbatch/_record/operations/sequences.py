@@ -121,15 +121,22 @@ class Sequenced(tuple):
     def __init__(self, _: tuple, sequences: dict[int, NumbersAsArray]):
         self.sequences = sequences
 
-    @property
-    def key(self) -> tuple[Hashable, ...]:
-        """What instances are told apart by besides their arrays."""
-        return tuple(
-            [
-                (type(x), type(x[0]), len(x) if of_place.are_seen else None)
-                for x, _, of_place in self.sequences.values()
-            ]
+    def key(self, arrays: Sequence[Array]) -> tuple[Hashable, ...]:
+        """Returns what instances are told apart by besides their arrays."""
+        places = tuple([k for k, x in enumerate(arrays) if id(x) in self.sequences])
+        every = [(x.numbers, x.of_place.are_seen) for x in self.sequences.values()]
+        return (
+            Sequenced,
+            places,
+            *[(type(x), type(x[0]), len(x) if are_seen else None) for x, are_seen in every],
         )
+
+
+def places_of_sequences(key: Hashable) -> frozenset[int]:
+    """Returns which arrays of an instance take the place of sequences, given its key."""
+    parts = key if isinstance(key, tuple) else ()
+    found = [x[1] for x in parts if type(x) is tuple and x and x[0] is Sequenced]
+    return frozenset(*found)
 
 
 class Elements(Operands):

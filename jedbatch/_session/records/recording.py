@@ -246,7 +246,7 @@ class Recording:
             i = which[k]
             key, own = keyed(i, tuple(made), self.classes)
             if isinstance(key, tuple):
-                keys[i], arrays[i], found[i] = (*key, ("sequences", *made.key)), own, made
+                keys[i], arrays[i], found[i] = (*key, made.key(own)), own, made
         return found
 
     def _take_floats(
