@@ -298,3 +298,16 @@ def test_exports_take_them_as_they_are():
     exported = batched.export(PARAMS, words)
     graph = batched.graph(PARAMS, words)
     assert_allclose(exported(PARAMS, graph), batched(PARAMS, words), rtol=1e-5)
+
+
+def test_elements_that_escape_say_so():
+    kept = []
+
+    def fn(params, words):
+        kept.append(words)
+        return of_array(params, words)
+
+    jedbatch.batch(fn).plan(PARAMS, [(1, 2), (3, 4, 5)])
+    assert len(kept[-1]) in (2, 3)
+    with pytest.raises(jedbatch.errors.EscapedValueError, match="after its function was recorded"):
+        kept[-1][0] + 1

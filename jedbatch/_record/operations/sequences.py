@@ -192,7 +192,7 @@ class Elements(Operands):
 
     def note_seen(self) -> None:
         """Notes that Python sees how long the sequence is."""
-        if not self.of_place.are_seen:
+        if self._recorder.active and not self.of_place.are_seen:
             self.of_place.are_seen = True
             self.of_place.changed()
 
@@ -208,7 +208,11 @@ class Elements(Operands):
         return len(own) == self.length and all(map(lambda a, b: a is b, own, self._numbers))
 
     def refuse(self) -> NoReturn:
-        """Leaves sequences at this place what they are, for good; raises `GuardFailed`."""
+        """Leaves sequences at this place what they are, for good; raises `GuardFailed`.
+
+        Raises `EscapedValueError` where nothing is recorded any more.
+        """
+        self._recorder.is_valid()
         self.of_place.are_apart = True
         self.of_place.changed()
 
