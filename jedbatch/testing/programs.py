@@ -169,14 +169,6 @@ OPERATIONS: dict[str, StatementOperation] = {
     **_table("v", "xv", "jax.nn.softmax({0} @ {1}) @ {0}"),
     **_table("s", "xx", "jnp.tanh(({0} @ {1}.T).max(axis=-1).mean())"),
     **_table("s", "x", "{0}.shape[0] / 4"),
-    # sequences of numbers as arrays
-    **_table(
-        "v",
-        "v",
-        '{0} + (params["E"][jnp.array(words)].max(axis=0) if words else 0)',
-        '{0} - (jnp.stack([params["E"][w] for w in words]).mean(axis=0) if words else 0)',
-        'jnp.tanh({0} @ params["E"][jnp.array(words)].T).sum() * {0} if words else {0}',
-    ),
 }
 
 # What programs call. A mark stands before each; `cell` in place of `mark`: not to be jit-ted, since

@@ -34,7 +34,7 @@ from jedbatch._record.operations.symbols import RecorderLike, Value
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array, Leaf, PyTree
 
-MOST_TRIED = 64  # instances without sequences as arrays, before nobody looks for them any more
+MOST_TRIED = 32  # instances without sequences as arrays, before nobody looks for them any more
 FEWEST_MINIBATCHES = 4  # in which they are looked for
 MOST_PLACES = 64  # of sequences that are told apart
 MOST_FAILED = 4  # places whose sequences cannot be arrays, before none are
@@ -272,11 +272,6 @@ _stand_for(ElementTuple, tuple)
 _stand_for(ElementList, list)
 
 
-def has_sequences(instance: Any) -> bool:
-    """Returns whether arrays take the place of sequences of an instance."""
-    return bool(getattr(instance, "sequences", None))
-
-
 def check_elements(arguments: PyTree) -> None:
     """Raises `GuardFailed` if arguments of a cell are elements of a sequence."""
     for x in jax.tree.leaves(arguments):
@@ -295,11 +290,7 @@ class Sequences:
         self._assumptions = assumptions
         self._places: dict[Place, SequencesAtPlace] = {}
         self._left = MOST_TRIED
-
-    @property
-    def are_looked_at(self) -> bool:
-        """Returns whether sequences may be arrays."""
-        return self._left > 0
+        self.are_looked_at = True
 
     def with_arrays(self, instances: Sequence[tuple]) -> dict[int, Sequenced]:
         """Returns those of some instances in which arrays take the place of sequences, by number.
@@ -307,6 +298,12 @@ class Sequences:
         Takes note of the lengths of their sequences first.
         """
         self._left -= min(len(instances), MOST_TRIED // FEWEST_MINIBATCHES)
+        found = self._found_in(instances)
+        self.are_looked_at = self._left > 0
+        return found
+
+    def _found_in(self, instances: Sequence[tuple]) -> dict[int, Sequenced]:
+        """Does so."""
         try:
             for instance in instances:
                 for place, x in _sequences_in(instance):
@@ -322,7 +319,7 @@ class Sequences:
     def leave(self) -> bool:
         """Leaves sequences what they are, for good; returns whether some were arrays."""
         were_arrays = self._left > 0 and any(x.takes(0) for x in self._places.values())
-        self._left = 0
+        self._left, self.are_looked_at = 0, False
         self._assumptions.fail("sequences", were_arrays)
         return were_arrays
 

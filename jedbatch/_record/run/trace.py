@@ -27,7 +27,6 @@ from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.cell import recording
 from jedbatch._record.instances.arrays import flatten, is_array
 from jedbatch._record.operations.failures import note_instance
-from jedbatch._record.operations.sequences import has_sequences
 from jedbatch._record.operations.symbols import Value
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.recursion import deeply
@@ -121,7 +120,7 @@ def trace(
         graph = finish(registry, columns, outputs, flat.reshape(len(ends), -1).T)
     except OverflowError as error:
         raise _overflow(registry, columns, ends, instances.numbers) or error from None
-    if any(map(has_sequences, instances.mapped)):
+    if any(getattr(x, "sequences", None) for x in instances.mapped):
         graph = with_inputs(without_unread(graph))  # of stacks that arrays take the place of
     return Traced(graph, forms, caching, recorder.tracers)
 

@@ -41,7 +41,7 @@ from jedbatch._record.instances.key import (
     written_key,
 )
 from jedbatch._record.operations.floats import Floating, without_floats
-from jedbatch._record.operations.sequences import Sequenced, has_sequences
+from jedbatch._record.operations.sequences import Sequenced
 from jedbatch._record.passes.coalesce import has_cells
 from jedbatch._record.run.trace import Instances, trace
 from jedbatch._record.run.units import Unit, Units
@@ -292,7 +292,8 @@ class Recording:
         So it is if Python needs floats or elements themselves, or asks for their types, or has
         computed with floats what is no operand yet. Elements of sequences are the first suspects.
         """
-        floats, sequences = cache.floats, any(map(has_sequences, instances))
+        floats = cache.floats
+        sequences = any(getattr(x, "sequences", None) for x in instances)
         if not sequences and not any(type(x) is Floating for x in instances):
             yield
             return
