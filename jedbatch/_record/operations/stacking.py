@@ -24,7 +24,7 @@ from jedbatch._record.types.shared_operands import STACKS
 MAKES_STACKS = frozenset({*STACKS, "broadcast_in_dim"})
 
 
-class Way(NamedTuple):
+class StackAxis(NamedTuple):
     """How values are stacked.
 
     Attributes:
@@ -37,7 +37,7 @@ class Way(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _way_of(node_type: NodeType) -> Way | None:
+def _stack_axis_of(node_type: NodeType) -> StackAxis | None:
     """Returns how a type of nodes stacks its operands; None if it does something else."""
     if node_type.name not in MAKES_STACKS or node_type.shared or not node_type.operands:
         return None
@@ -46,12 +46,12 @@ def _way_of(node_type: NodeType) -> Way | None:
         return None  # a function of the user that has this name
     params, part, (result,) = eqns[0].params, node_type.operands[0], node_type.results
     if node_type.name == "stack":
-        return Way(params["axis"], True)
+        return StackAxis(params["axis"], True)
     if node_type.name == "concatenate":
-        return Way(params["dimension"], False)
+        return StackAxis(params["dimension"], False)
     new = set(range(len(result.shape))).difference(params["broadcast_dimensions"])
     is_row = len(new) == 1 and result.shape == (*part.shape[: min(new)], 1, *part.shape[min(new) :])
-    return Way(min(new), True) if is_row else None
+    return StackAxis(min(new), True) if is_row else None
 
 
 class Stacking:
@@ -70,7 +70,9 @@ class Stacking:
         self._next = len(recorder.call_specs), len(recorder.references), recorder.num_values
         self._makers: dict[int, tuple[int, int, int]] = {}  # (type, first reference, result)
         self._cut: set[Elements] = set()  # of which stacks were met that lack some at either end
-        self._stacks: dict[int, tuple[Way, list[int]]] = {}  # made of arrays, with their parts
+        self._stacks: dict[
+            int, tuple[StackAxis, list[int]]
+        ] = {}  # made of arrays, with their parts
 
     def is_element(self, x: object) -> bool:
         """Returns whether this is an element of a sequence, as operations of JAX read it."""
@@ -112,7 +114,7 @@ class Stacking:
         if way is None:
             return None
         parts = given = self._parts(stack.index, way)
-        made_by, new = way, Way(way.axis, True)
+        made_by, new = way, StackAxis(way.axis, True)
         if all(self._way(part) == new for part in parts):  # each was given the axis before
             parts, way = [self._operands(part)[0] for part in parts], new
         first = self._row_of(parts[0])
@@ -169,12 +171,14 @@ class Stacking:
         count = len(self._recorder.registry.node_types[type_id].operands)
         return list(self._recorder.references[first : first + count])
 
-    def _way(self, value: int) -> Way | None:
+    def _way(self, value: int) -> StackAxis | None:
         """Returns how a value is a stack of others; None if it is none."""
         maker = self._maker(value)
-        return None if maker is None else _way_of(self._recorder.registry.node_types[maker[0]])
+        return (
+            None if maker is None else _stack_axis_of(self._recorder.registry.node_types[maker[0]])
+        )
 
-    def _parts(self, value: int, way: Way) -> list[int]:
+    def _parts(self, value: int, way: StackAxis) -> list[int]:
         """Returns the parts of a stack, which JAX makes of stacks of several each."""
         known, parts = self._stacks.get(value), self._operands(value)
         if known is not None and known[0] == way:
