@@ -217,32 +217,26 @@ class Elements(Operands):
         self.of_place.changed()
 
 
-class ElementTuple(tuple):
-    """A tuple of the elements of a sequence.
+class ElementsGiven:
+    """What the function gets in place of a sequence.
 
     Attributes:
-      elements: these.
+      elements: of the sequence.
     """
 
     elements: Elements
 
     def __jax_array__(self) -> Array:
         """Returns an array of the elements."""
-        return self.elements.as_array(self)
+        return self.elements.as_array(typing.cast(Any, self))
 
 
-class ElementList(list):
-    """A list of the elements of a sequence.
+class ElementTuple(ElementsGiven, tuple):
+    """A tuple of the elements of a sequence."""
 
-    Attributes:
-      elements: these.
-    """
 
-    elements: Elements
-
-    def __jax_array__(self) -> Array:
-        """Returns an array of the elements."""
-        return self.elements.as_array(self)
+class ElementList(ElementsGiven, list):
+    """A list of the elements of a sequence."""
 
 
 def _noting(of_base: Callable) -> Callable:
