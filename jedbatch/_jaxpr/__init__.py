@@ -14,8 +14,8 @@ Read in this order:
 6. `early_part`: A program in two: products that need some operands only, and all else.
 7. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
 8. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
-9. `same_programs`: Whether programs compute the same, one of which takes numbers that the other
-   one holds.
+9. `same_programs`: Whether programs compute the same, one of which takes numbers that the other one
+   holds.
 10. `storage`: Storage of values: each is a row of an array that holds values of one shape and
    dtype.
 11. `identity`: Identity of values: the keys of everything that is remembered.
@@ -29,47 +29,59 @@ Read in this order:
 17. `symmetric`: Derivatives of second order: a reverse that is a loop, pulled back by symmetry.
 18. `monoids`: Reductions as monoids: what joins two values, and the identity, which changes no
    value.
-19. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
-   more.
-20. `list_order`: Operations along a list for which the order of its elements counts, where there is
-   room for more.
-21. `list_expressions`: Expressions of programs of lists of any length.
-22. `list_values`: The values of a program of a list, as what they are for lists of any length (see
-   `rolling`).
-23. `list_positions`: Positions in lists of any length: of all elements, of elements in order, and
-   rows at some.
-24. `rolling`: Programs of a list of values as programs of lists of any length.
-25. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+19. `padding.axis_rules`: The rules of operations along an axis: each row by itself, or rows
+   together.
+20. `padding.flat_programs`: Programs without calls: what is called stands in place of the call.
+21. `padding.indexing`: Rows read and written by index: gathers and scatters among the rows of an
    instance.
-26. `trip_counts`: Trip counts of loops, as far as their programs say.
-27. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+22. `padding.row_rules`: Running a row-wise equation for one row.
+23. `padding.padded_loops`: Loops and branches on padded arrays, of as many steps as each instance
+   needs.
+24. `padding.softmax`: Softmax along ragged axes: one selection instead of one for every operation.
+25. `padding.singular`: Operations whose derivatives may be infinite in the padding of an instance,
+   and only there.
+26. `padding.padded_rules`: Running equations for one instance whose arrays are padded.
+27. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
+   more.
+28. `list_order`: Operations along a list for which the order of its elements counts, where there is
+   room for more.
+29. `list_expressions`: Expressions of programs of lists of any length.
+30. `list_values`: The values of a program of a list, as what they are for lists of any length (see
+   `rolling`).
+31. `list_positions`: Positions in lists of any length: of all elements, of elements in order, and
+   rows at some.
+32. `rolling`: Programs of a list of values as programs of lists of any length.
+33. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+   instance.
+34. `trip_counts`: Trip counts of loops, as far as their programs say.
+35. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-28. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+36. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
-29. `registers`: Basic blocks, and the registers of values that live between them.
-30. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+37. `registers`: Basic blocks, and the registers of values that live between them.
+38. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-31. `lane_policies`: Policies for lanes: which block runs next, where each lane is at its own place
+39. `lane_policies`: Policies for lanes: which block runs next, where each lane is at its own place
    of a program.
-32. `program_counters`: A machine for lanes that are at different places of a program.
-33. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+40. `program_counters`: A machine for lanes that are at different places of a program.
+41. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-34. `branch_residuals`: Residuals of branches, without those that are there anyway.
-35. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+42. `branch_residuals`: Residuals of branches, without those that are there anyway.
+43. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-36. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+44. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-37. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+45. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-38. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+46. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-39. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+47. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-40. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-41. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-42. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+48. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+49. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+50. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-43. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+51. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
-47. `faults`: Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
+52. `faults`: Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
 """

@@ -26,13 +26,13 @@ from jax.interpreters import ad, batching
 
 from jedbatch._jaxpr.interpret import reads, run_equations
 from jedbatch._jaxpr.native_calls import over_lanes_of, register_lowering
+from jedbatch._jaxpr.padding.axis_rules import VIEWS
+from jedbatch._jaxpr.padding.row_rules import run_row
+from jedbatch._jaxpr.padding.softmax import SHIFTS
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
 from jedbatch._jaxpr.versions import Equation
-from jedbatch._ragged.axis_rules import VIEWS
 from jedbatch._ragged.packing import PackedBatch, row_shape
 from jedbatch._ragged.phases import Phase
-from jedbatch._ragged.row_rules import run_row
-from jedbatch._ragged.softmax import SHIFTS
 from jedbatch._support.types import Array
 
 LEAST_SCALE, MOST_SCALE = (float(x) for x in (np.finfo(np.float32).tiny, np.finfo(np.float32).max))

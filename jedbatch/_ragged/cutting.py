@@ -19,9 +19,9 @@ from jedbatch._graph.paths import pointers
 from jedbatch._graph.prune import without_unread
 from jedbatch._graph.record import Record
 from jedbatch._graph.union_find import UnionFind
+from jedbatch._jaxpr.padding.padded_loops import loops_to_lengths
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
 from jedbatch._ragged.joined_nodes import run_members, with_joined_nodes
-from jedbatch._ragged.padded_loops import loops_to_lengths
 from jedbatch._ragged.regions import Call, RaggedRecord, Regions, Subgraph
 from jedbatch._record.identity.primitives import numbered
 from jedbatch._support.types import AxisSize

@@ -1,6 +1,6 @@
 """Phases by index: rows of instances that are read or written by index, of all instances at once.
 
-See `_ragged.indexing`. Such a phase has no loop, so that JAX differentiates it: the transpose of a
+See `padding.indexing`. Such a phase has no loop, so that JAX differentiates it: the transpose of a
 gather is a scatter, and the other way round. What else is in it (zeros to add to, the shape of
 indices) is computed for all rows side by side. The derivatives of extremes divide by what may be
 0, those of products multiply by what may be infinite; they are asked first to which calls something
@@ -19,14 +19,14 @@ from jax.extend.core import Literal
 from jedbatch._jaxpr.derivatives import pull_back_some
 from jedbatch._jaxpr.gates import Gates
 from jedbatch._jaxpr.interpret import Bindings, has_gradient, value_of
+from jedbatch._jaxpr.padding.indexing import NamedRows, find_indexing, run_indexed
+from jedbatch._jaxpr.padding.row_rules import run_row
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._program.arenas import take
-from jedbatch._ragged.indexing import NamedRows, find_indexing, run_indexed
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis
 from jedbatch._ragged.phases import Phase
-from jedbatch._ragged.row_rules import run_row
 from jedbatch._support.types import Array, AxisSize
 
 DIVIDING = ("scatter-mul", "scatter-min", "scatter-max")

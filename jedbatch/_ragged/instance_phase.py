@@ -22,13 +22,16 @@ from jax import lax
 from jedbatch._jaxpr.derivatives import with_replaced
 from jedbatch._jaxpr.gates import Gates
 from jedbatch._jaxpr.interpret import Rule, has_gradient, run_equations
+from jedbatch._jaxpr.padding.axis_rules import MAKE_MORE, TILE_ROWS, Axes
+from jedbatch._jaxpr.padding.padded_rules import Padded
+from jedbatch._jaxpr.padding.singular import positioned
+from jedbatch._jaxpr.padding.softmax import NO_MASKS, find_softmax_masks
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom
 from jedbatch._jaxpr.zeros import where_alive
 from jedbatch._program.arenas import broadcast_flags, take
 from jedbatch._ragged.attention import AttentionPhase, attend, find_attention, pull_back
-from jedbatch._ragged.axis_rules import MAKE_MORE
 from jedbatch._ragged.instance_rows import (
     InstanceRows,
     find_members,
@@ -36,11 +39,8 @@ from jedbatch._ragged.instance_rows import (
     write_instances,
 )
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis
-from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import Phase
-from jedbatch._ragged.singular import positioned
-from jedbatch._ragged.softmax import NO_MASKS, find_softmax_masks
-from jedbatch._ragged.tiling import TILE_ROWS, Axes, find_tiles
+from jedbatch._ragged.tiling import find_tiles
 from jedbatch._support.types import Array
 
 LANES = "jedbatch_lanes"  # the name of the axis of instances that run together

@@ -22,14 +22,15 @@ from jax import lax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.interpret import run_equations, used_variables, value_of
+from jedbatch._jaxpr.padding.axis_rules import MAKE_MORE, CannotMergeError, mixed_axes
+from jedbatch._jaxpr.padding.flat_programs import flattened
+from jedbatch._jaxpr.padding.padded_rules import Padded
+from jedbatch._jaxpr.padding.singular import positioned
+from jedbatch._jaxpr.padding.softmax import NO_MASKS, SoftmaxMasks, find_softmax_masks
 from jedbatch._jaxpr.symbolic_dims import ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import ClosedProgram
-from jedbatch._ragged.axis_rules import MAKE_MORE, CannotMergeError, mixed_axes
 from jedbatch._ragged.needed_rows import nonempty_extents
-from jedbatch._ragged.padded_rules import Padded
-from jedbatch._ragged.phases import extents_of, flattened
-from jedbatch._ragged.singular import positioned
-from jedbatch._ragged.softmax import NO_MASKS, SoftmaxMasks, find_softmax_masks
+from jedbatch._ragged.phases import extents_of
 from jedbatch._ragged.tile_steps import refuse_uncut
 from jedbatch._support.types import Array, AxisSize
 
@@ -65,8 +66,8 @@ class JoinedProgram:
       results: the same for each result.
       nonempty: extents that must not be 0, each with the operation that says so.
       makes_more: whether it computes values in padding which may be too large, or zero.
-      masks: see `_ragged.softmax`.
-      positioned: see `_ragged.singular`.
+      masks: see `_jaxpr.padding.softmax`.
+      positioned: see `_jaxpr.padding.singular`.
     """
 
     closed: ClosedProgram

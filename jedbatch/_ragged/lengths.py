@@ -27,6 +27,7 @@ import numpy as np
 from jax import export
 
 from jedbatch._graph.union_find import UnionFind
+from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.symbolic_dims import (
     SYMBOL,
     LengthDecisionError,
@@ -37,7 +38,6 @@ from jedbatch._jaxpr.symbolic_dims import (
     user_line_in,
 )
 from jedbatch._program.stopped import shown_instances
-from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.length_families import ArrayType, LengthFamily, Pair, SymbolicTypes
 from jedbatch._record.identity.assumptions import Assumptions
 from jedbatch._record.instances.arrays import array_type

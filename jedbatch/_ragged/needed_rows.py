@@ -12,10 +12,10 @@ from jax.extend.core import Var
 
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.interpret import inner_programs, reads
+from jedbatch._jaxpr.padding.axis_rules import SCATTERS, mixed_axes
+from jedbatch._jaxpr.padding.indexing import find_indexing
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
 from jedbatch._jaxpr.versions import Equation
-from jedbatch._ragged.axis_rules import SCATTERS, mixed_axes
-from jedbatch._ragged.indexing import find_indexing
 from jedbatch._record.instances.arrays import array_type
 from jedbatch._support.types import Array, AxisSize
 

@@ -31,6 +31,7 @@ from jedbatch._jaxpr.interpret import (
     has_gradient,
     value_of,
 )
+from jedbatch._jaxpr.padding.axis_rules import TILE_ROWS
 from jedbatch._jaxpr.symbolic_dims import extent_at, symbols_in
 from jedbatch._jaxpr.versions import Atom, OpenProgram
 from jedbatch._kernel.target import CPU
@@ -53,7 +54,6 @@ from jedbatch._ragged.packing import (
 from jedbatch._ragged.phases import Phase, PhasedProgram, extents_of
 from jedbatch._ragged.row_phase import RowPhase
 from jedbatch._ragged.shared_values import SharedValues
-from jedbatch._ragged.tiling import TILE_ROWS
 from jedbatch._support.types import Array
 
 

@@ -1,7 +1,7 @@
 """A program over ragged arrays as a sequence of phases, none of which pads.
 
 What an instance does to its arrays [n, ...] alternates between kinds of work. Most of the
-arithmetic is *row-wise* (see `_ragged.axis_rules`): embeddings, products with weights,
+arithmetic is *row-wise* (see `_jaxpr.padding.axis_rules`): embeddings, products with weights,
 normalisation, feed-forward layers. Rows of all instances run through that side by side, as one
 array of as many rows as there are. The rest takes the rows of *one instance* together: sums,
 attention, sorting.
@@ -9,7 +9,7 @@ attention, sorting.
     x [n, d]  ─rows→  q, k, v  ─instances→  softmax(q kᵀ) v [n, d]  ─rows→  …  ─instances→ [d]
 
 A third kind takes rows from one place to another, by indices: the rows of all instances at once
-too (see `_ragged.indexing`).
+too (see `_jaxpr.padding.indexing`).
 
     x [n, d]  ─index→  x[source] [e, d]  ─rows→  messages [e, d]  ─index→  their sums [n, d]
 
@@ -17,7 +17,7 @@ A phase is a longest run of one kind of work. Between phases values have at most
 and are kept as rows of all instances one after the other. Values with two, such as the scores q kᵀ
 of one instance, exist inside of a phase only, for a few instances at a time; a phase that needs
 them again computes them again. A loop that fills a table of them is not run again: whatever reads
-the table is computed in the phase of the loop (see `_ragged.padded_loops`). What depends on extents
+the table is computed in the phase of the loop (see `padding.padded_loops`). What depends on extents
 alone (positions, causal masks, divisors) is computed wherever it is read, and so are values that
 are others in another shape.
 
@@ -30,18 +30,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.interpret import (
-    body_of,
     has_gradient,
-    inlined,
     inner_programs,
     reads,
-    shape_of,
     used_variables,
 )
+from jedbatch._jaxpr.padding.axis_rules import (
+    SCATTERS,
+    VIEWS,
+    CannotMergeError,
+    mixed_axes,
+)
+from jedbatch._jaxpr.padding.flat_programs import INSIDE, flattened
+from jedbatch._jaxpr.padding.indexing import find_indexing
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import (
     grows,
@@ -55,25 +59,12 @@ from jedbatch._jaxpr.versions import (
     ClosedProgram,
     Equation,
     OpenProgram,
-    with_equations,
-    without_consts,
 )
-from jedbatch._ragged.axis_rules import (
-    SCATTERS,
-    VIEWS,
-    CannotMergeError,
-    is_elementwise,
-    mixed_axes,
-)
-from jedbatch._ragged.indexing import find_indexing
 from jedbatch._ragged.needed_rows import divisors, looked_up, nonempty_extents, taken, windows
 from jedbatch._support.types import AxisSize
 
 BY_INDEX = "by index"  # a kind of phase
-# The programs of loops and branches, by the names of parameters.
-INSIDE = {"scan": ["jaxpr"], "while": ["cond_jaxpr", "body_jaxpr"], "cond": ["branches"]}
 IN_PLACE = {"dynamic_update_slice", *SCATTERS, *INSIDE}  # what else they return was there before
-SOFTMAX = {"exp", "div", "reduce_sum", "reduce_max", "max", "sub", "stop_gradient", *VIEWS}
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,68 +215,6 @@ def extents_of(variable: Atom) -> list[AxisSize]:
     """Returns the ragged extents of a variable."""
     shape = variable.aval.shape
     return [shape[a] for a in ragged_axes(shape)]
-
-
-def flattened(closed: ClosedProgram) -> Any:
-    """Returns a program without calls, but for elementwise functions with derivative rules.
-
-    So are the programs of loops and branches in it.
-    """
-    closed = inlined(closed, _body)
-    equations = [_flattened_inside(eqn) for eqn in without_consts(closed).eqns]
-    return with_equations(closed, equations)
-
-
-def _flattened_inside(eqn: Equation) -> Any:
-    if eqn.primitive.name not in INSIDE or not (_is_ragged(eqn) or symbols_in(eqn.params)):
-        return eqn
-    params = dict(eqn.params)
-    for name in INSIDE[eqn.primitive.name]:
-        program = params[name]
-        inner = isinstance(program, tuple)
-        params[name] = tuple(map(flattened, program)) if inner else flattened(program)
-    return eqn.replace(params=params)
-
-
-_called = body_of("jit", "remat2", "checkpoint", "closed_call")
-
-
-def _body(eqn: Equation) -> Any:
-    """Returns the program that is called; None for operations."""
-    if _changes_nothing(eqn):
-        return jax.make_jaxpr(lambda *xs: xs)(*map(shape_of, eqn.invars))
-    own_rule = eqn.primitive.name == "custom_jvp_call"
-    if not own_rule or is_elementwise(eqn) or not _is_ragged(eqn):
-        return _called(eqn)
-    inner = eqn.params["call_jaxpr"]
-    if not _is_softmax(inner):
-        raise CannotMergeError("a function with a derivative of its own")
-    return inner
-
-
-def _changes_nothing(eqn: Equation) -> bool:
-    """Returns whether the results are the operands: of a cut into one piece, and of a copy.
-
-    Derivatives in all directions, such as `jax.hessian`, cut into one piece.
-    """
-    name, params = eqn.primitive.name, eqn.params
-    if name == "device_put":
-        return not any((*params["devices"], *params["srcs"]))
-    return name == "split" and len(params["sizes"]) == 1
-
-
-def _is_softmax(closed: ClosedProgram) -> bool:
-    """Returns whether a function with a derivative rule has the derivative that JAX would find.
-
-    The rule of `jax.nn.softmax` saves memory, no more.
-    """
-    names = [eqn.primitive.name for eqn in flattened(closed).jaxpr.eqns]
-    sums = names.count("exp") == names.count("div") == names.count("reduce_sum") == 1
-    return sums and set(names) <= SOFTMAX
-
-
-def _is_ragged(eqn: Equation) -> bool:
-    return any(is_ragged(v.aval.shape) for v in (*eqn.invars, *eqn.outvars))
 
 
 def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:

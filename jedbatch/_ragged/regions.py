@@ -30,13 +30,14 @@ from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.interpret import any_performs, has_gradient, work
+from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
+from jedbatch._jaxpr.padding.flat_programs import INSIDE
+from jedbatch._jaxpr.padding.padded_loops import find_limit, may_not_end
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
 from jedbatch._jaxpr.versions import without_consts
-from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.packed_program import PackedProgram
-from jedbatch._ragged.padded_loops import find_limit, may_not_end
-from jedbatch._ragged.phases import INSIDE, find_phases
+from jedbatch._ragged.phases import find_phases
 from jedbatch._ragged.tile_types import RaggedNodeType, TileTypes
 from jedbatch._record.identity.primitives import NumberedKeys, numbered
 from jedbatch._record.types.registry import Registry

@@ -18,6 +18,8 @@ import numpy as np
 from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.interpret import run_equations
+from jedbatch._jaxpr.padding.axis_rules import is_look_up
+from jedbatch._jaxpr.padding.row_rules import run_row
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
@@ -28,11 +30,9 @@ from jedbatch._kernel.vjp import KernelVjp, differentiable
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._program.arenas import broadcast_flags, empty, put, slice_rows, take, zeros
 from jedbatch._program.lanes import Lane, Lanes, each_block, reverse_lanes, run_lanes
-from jedbatch._ragged.axis_rules import is_look_up
 from jedbatch._ragged.moving_calls import moving_calls
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis, row_shape
 from jedbatch._ragged.phases import Phase
-from jedbatch._ragged.row_rules import run_row
 from jedbatch._support.types import Array
 
 

@@ -16,8 +16,8 @@ from jax import lax
 
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.monoids import JOINED_BY, PLACES, REDUCTIONS, identity_of
+from jedbatch._jaxpr.padding.row_rules import bind_rows
 from jedbatch._jaxpr.versions import Equation
-from jedbatch._ragged.row_rules import bind_rows
 from jedbatch._support.types import Array, Dtype
 
 

@@ -5,7 +5,7 @@ each *tile* of `T` rows. Its program is cut into *steps*:
 
     x [n, 4], w [4]  ─tiles→  y = exp(x) [n, 4], its sums  ─combine→  s [4]  ─tiles→  y / s [n, 4]
 
-A step over rows is row-wise (see `_ragged.axis_rules`) and runs once for each tile. It may end in
+A step over rows is row-wise (see `padding.axis_rules`) and runs once for each tile. It may end in
 reductions over the rows of a tile: rows of the last tile beyond the n-th are left out there, and
 nowhere else, since what they hold reaches nothing but such rows. Results of tiles are combined two
 by two. A step without rows runs once. Operations across rows that are no such reductions, such as
@@ -23,13 +23,14 @@ import numpy as np
 from jax.extend.core import Literal
 
 from jedbatch._jaxpr.interpret import reads, used_variables, work
+from jedbatch._jaxpr.padding.axis_rules import CannotMergeError, is_look_up, mixed_axes
+from jedbatch._jaxpr.padding.flat_programs import flattened
+from jedbatch._jaxpr.padding.row_rules import bind_rows, run_row
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import ClosedProgram, Equation
-from jedbatch._ragged.axis_rules import CannotMergeError, is_look_up, mixed_axes
 from jedbatch._ragged.needed_rows import nonempty_extents
-from jedbatch._ragged.phases import extents_of, flattened
-from jedbatch._ragged.row_rules import bind_rows, run_row
+from jedbatch._ragged.phases import extents_of
 from jedbatch._ragged.tile_reductions import REDUCED_IN_TILES, TileRows
 from jedbatch._support.types import Array, AxisSize, Dtype
 
@@ -431,7 +432,7 @@ def _run(eqn: Equation, values: Sequence[Array], rows: TileRows | None) -> Seque
 def _run_by_row(eqn: Equation, values: Sequence[Array], rows: TileRows) -> Sequence[Array]:
     """Returns the results of an equation that asks for the places of rows.
 
-    Rows beyond the last one repeat it, so they have its place (see `_ragged.singular`).
+    Rows beyond the last one repeat it, so they have its place (see `_jaxpr.padding.singular`).
     """
     operands = _atoms(eqn, tuple(reads(eqn)), values)
     places = rows.start + jnp.minimum(jnp.arange(rows.size, dtype=jnp.int32), rows.count - 1)

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jedbatch._graph.types import ValueType, operation_of
+from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.joined_tiles import JoinedProgram, RowAxis, find_joined
 from jedbatch._ragged.tile_reductions import TileRows
 from jedbatch._ragged.tile_steps import Combination, StepProgram, TileStep, find_steps

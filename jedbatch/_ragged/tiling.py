@@ -10,19 +10,18 @@ along the tied axes together, the phase runs tile by tile.
 
 from typing import Any
 
-from jax.extend.core import Var
-
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS, reads
+from jedbatch._jaxpr.padding.axis_rules import (
+    REDUCTIONS,
+    SHAPE_PARAMETERS,
+    Axes,
+    is_look_up,
+    mixed_axes,
+)
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import Equation
-from jedbatch._ragged.axis_rules import REDUCTIONS, is_look_up, mixed_axes
 from jedbatch._ragged.phases import Phase
-
-TILE_ROWS = 256  # rows
-SHAPE_PARAMETERS = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
-
-Axes = dict[Var, frozenset[int]]  # the axes of a variable along which only a tile is there
 
 
 def find_tiles(phase: Phase) -> Axes:

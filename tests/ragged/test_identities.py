@@ -14,9 +14,9 @@ from jedbatch._jaxpr.interpret import interpret
 from jedbatch._jaxpr.list_order import ALONG_LISTS, along_list
 from jedbatch._jaxpr.list_reductions import reduced
 from jedbatch._jaxpr.native_calls import has_whole_bytes
+from jedbatch._jaxpr.padding.axis_rules import CUMULATIVE_OPERATIONS
+from jedbatch._jaxpr.padding.padded_rules import Padded
 from jedbatch._jaxpr.symbolic_dims import make_symbol
-from jedbatch._ragged.axis_rules import CUMULATIVE_OPERATIONS
-from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.tile_reductions import REDUCED_IN_TILES, TileRows
 
 pytestmark = pytest.mark.unoptimized

@@ -7,15 +7,15 @@ import pytest
 from jax import export, lax
 
 from jedbatch._jaxpr.interpret import interpret
+from jedbatch._jaxpr.padding.axis_rules import CannotMergeError, mixed_axes
+from jedbatch._jaxpr.padding.padded_rules import Padded
+from jedbatch._jaxpr.padding.row_rules import run_row
 from jedbatch._jaxpr.symbolic_dims import make_symbol, ragged_axes
 from jedbatch._kernel.target import CPU
-from jedbatch._ragged.axis_rules import CannotMergeError, mixed_axes
 from jedbatch._ragged.length_families import LengthFamily
 from jedbatch._ragged.packed_program import PackedProgram
 from jedbatch._ragged.packing import RowCapacity
-from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import find_phases
-from jedbatch._ragged.row_rules import run_row
 from jedbatch._ragged.tiling import find_tiles
 
 N = make_symbol("n", export.SymbolicScope(["n >= 2"]))

@@ -8,10 +8,10 @@ from cases.helpers import check
 from jax import export
 
 from jedbatch._jaxpr.interpret import inner_programs, interpret
+from jedbatch._jaxpr.padding.padded_rules import Padded
+from jedbatch._jaxpr.padding.softmax import NO_MASKS, find_softmax_masks
 from jedbatch._jaxpr.symbolic_dims import make_symbol
-from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import flattened
-from jedbatch._ragged.softmax import NO_MASKS, find_softmax_masks
 
 pytestmark = pytest.mark.unoptimized
 

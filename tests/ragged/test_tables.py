@@ -17,10 +17,10 @@ from jax import export, lax
 import jedbatch
 from benchmarks.rivals import inside
 from jedbatch._jaxpr.interpret import value_of
+from jedbatch._jaxpr.padding.padded_loops import find_chain, find_count
+from jedbatch._jaxpr.padding.padded_rules import Padded
 from jedbatch._jaxpr.symbolic_dims import extent_at, make_symbol
 from jedbatch._kernel.target import CPU
-from jedbatch._ragged.padded_loops import find_chain, find_count
-from jedbatch._ragged.padded_rules import Padded
 from jedbatch._ragged.phases import find_phases, flattened
 
 pytestmark = pytest.mark.unoptimized

@@ -18,13 +18,13 @@ import jax
 import numpy as np
 
 from jedbatch._graph.record import Record
+from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.symbolic_dims import (
     LengthDecisionError,
     Questions,
     noting_questions,
     user_line_in,
 )
-from jedbatch._ragged.axis_rules import CannotMergeError
 from jedbatch._ragged.calls import lacks_rows
 from jedbatch._ragged.cutting import cut_graphs
 from jedbatch._ragged.lengths import RaggedTypes, without_lengths

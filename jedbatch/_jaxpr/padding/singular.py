@@ -21,10 +21,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._jaxpr.interpret import names_in, reads
+from jedbatch._jaxpr.padding.axis_rules import REDUCTIONS, TILE_ROWS, mixed_axes
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
 from jedbatch._jaxpr.versions import Equation
-from jedbatch._ragged.axis_rules import REDUCTIONS, mixed_axes
-from jedbatch._ragged.tiling import TILE_ROWS
 from jedbatch._support.types import Array
 
 # By operation, the operands at which its derivative may be infinite.
@@ -62,7 +61,7 @@ def positions(padded: Any, eqn: Equation, counted: Array) -> Array:
     """Returns positions along an axis; in padding, where it matters, that of the last row.
 
     Args:
-      padded: the rules that the equation runs by, see `_ragged.padded_rules`.
+      padded: the rules that the equation runs by, see `_jaxpr.padding.padded_rules`.
       eqn: an `iota`.
       counted: its result, from 0 on in a tile, too.
     """
@@ -80,7 +79,7 @@ def without_poles(padded: Any, eqn: Equation, values: Sequence[Array]) -> list[A
     """Returns the operands of a singular equation, with ordinary numbers in the padding.
 
     Args:
-      padded: the rules it runs by, see `_ragged.padded_rules`.
+      padded: the rules it runs by, see `_jaxpr.padding.padded_rules`.
       eqn: of one instance.
       values: its operands.
     """

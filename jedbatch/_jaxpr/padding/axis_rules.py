@@ -7,6 +7,7 @@ weights is row-wise along the rows, a softmax over features is, a sum over rows 
 """
 
 import jax
+from jax.extend.core import Var
 
 from jedbatch._jaxpr import monoids
 from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS, inner_programs, names_in
@@ -25,6 +26,10 @@ DRAWS = names_in("random_bits random_split")
 MAKE_MORE = CUMULATIVE_OPERATIONS | names_in("conv_general_dilated scan while cond pad concatenate")
 KEY_OPERATIONS = names_in("random_fold_in random_wrap random_unwrap")
 SOURCES = frozenset({"iota", "dim_as_value"})  # read nothing, and give what extents say
+SHAPE_PARAMETERS = {"broadcast_in_dim": "shape", "iota": "shape", "reshape": "new_sizes"}
+TILE_ROWS = 256  # of a tile of an instance whose rows are cut into tiles
+
+Axes = dict[Var, frozenset[int]]  # the axes of a variable along which only a tile is there
 
 
 class CannotMergeError(Exception):

@@ -1,7 +1,7 @@
 """Running a row-wise equation for one row.
 
 Along the ragged axis of its arrays, such an equation does the same to every row (see
-`_ragged.axis_rules`). So it can be run without knowing how many rows there are: the axis is left
+`axis_rules`). So it can be run without knowing how many rows there are: the axis is left
 out, and all rows of all instances run side by side.
 """
 
@@ -15,13 +15,13 @@ from jax import lax
 from jax.export import is_symbolic_dim
 
 from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS, interpret
-from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
-from jedbatch._jaxpr.versions import Equation, OpenProgram
-from jedbatch._ragged.axis_rules import (
+from jedbatch._jaxpr.padding.axis_rules import (
     REDUCTIONS,
     CannotMergeError,
     is_look_up,
 )
+from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
+from jedbatch._jaxpr.versions import Equation, OpenProgram
 from jedbatch._support.types import Array, AxisSize
 
 Number = Callable[[Any], int]  # the size of an extent

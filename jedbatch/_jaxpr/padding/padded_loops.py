@@ -6,7 +6,7 @@ depends on lengths too, around operations that read and write a few entries of a
 
 A table is padded as rows are: entries behind the last row or column hold anything. Every equation
 of a body has a rule by which its results are right where they exist, whatever padding holds (see
-`_ragged.padded_rules`); so a body whose equations are run by those rules is right as well, and so
+`padded_rules`); so a body whose equations are run by those rules is right as well, and so
 is a loop, if an instance whose steps are over keeps what it has:
 
     fori_loop(1, n, body, table)        n = 3      1  2  ·  ·
@@ -36,9 +36,9 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.gates import Gates, has_finite_derivatives
 from jedbatch._jaxpr.interpret import inner_programs, interpret
+from jedbatch._jaxpr.padding.axis_rules import SCATTERS
 from jedbatch._jaxpr.symbolic_dims import extent_at, grows, is_ragged, symbols_in
 from jedbatch._jaxpr.versions import Equation, consts_of, scan_parts, without_consts
-from jedbatch._ragged.axis_rules import SCATTERS
 from jedbatch._support.types import Array, AxisSize
 
 Known = dict[Any, AxisSize]  # the extents that variables hold as numbers

@@ -21,9 +21,9 @@ from typing import Any
 from jax.extend.core import Literal, Var
 
 from jedbatch._jaxpr.interpret import names_in, reads
+from jedbatch._jaxpr.padding.axis_rules import mixed_axes
 from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
 from jedbatch._jaxpr.versions import Equation
-from jedbatch._ragged.axis_rules import mixed_axes
 
 # What may lie between the maximum and its subtraction. It does not vary along the axis.
 SHIFTS = names_in(

@@ -26,9 +26,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.padding.axis_rules import SCATTERS
 from jedbatch._jaxpr.symbolic_dims import ragged_axes
 from jedbatch._jaxpr.versions import Equation
-from jedbatch._ragged.axis_rules import SCATTERS
 from jedbatch._support.types import Array
 
 Mode = lax.GatherScatterMode

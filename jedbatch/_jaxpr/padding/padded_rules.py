@@ -19,6 +19,30 @@ from jax import lax
 from jedbatch._jaxpr.gates import Gates, has_finite_derivatives
 from jedbatch._jaxpr.interpret import ELEMENTWISE_OPERATIONS
 from jedbatch._jaxpr.monoids import MONOIDS, identity_of
+from jedbatch._jaxpr.padding.axis_rules import (
+    CUMULATIVE_OPERATIONS,
+    DRAWS,
+    REDUCTIONS,
+    SCATTERS,
+    SHAPE_PARAMETERS,
+    TILE_ROWS,
+    WINDOWS,
+    Axes,
+    CannotMergeError,
+    is_look_up,
+    mixed_axes,
+)
+from jedbatch._jaxpr.padding.indexing import (
+    Mode,
+    as_int32,
+    clipped,
+    clips_well,
+    without_unwritten,
+)
+from jedbatch._jaxpr.padding.padded_loops import LOOPS, Known, note_extent, runs_inside
+from jedbatch._jaxpr.padding.row_rules import bind_rows, look_up, substituted
+from jedbatch._jaxpr.padding.singular import SINGULAR, positions, without_poles
+from jedbatch._jaxpr.padding.softmax import NO_MASKS, SoftmaxMasks
 from jedbatch._jaxpr.symbolic_dims import (
     extent_at,
     is_ragged,
@@ -26,28 +50,6 @@ from jedbatch._jaxpr.symbolic_dims import (
     symbols_in,
 )
 from jedbatch._jaxpr.versions import Equation, scan_parts
-from jedbatch._ragged.axis_rules import (
-    CUMULATIVE_OPERATIONS,
-    DRAWS,
-    REDUCTIONS,
-    SCATTERS,
-    WINDOWS,
-    CannotMergeError,
-    is_look_up,
-    mixed_axes,
-)
-from jedbatch._ragged.indexing import (
-    Mode,
-    as_int32,
-    clipped,
-    clips_well,
-    without_unwritten,
-)
-from jedbatch._ragged.padded_loops import LOOPS, Known, note_extent, runs_inside
-from jedbatch._ragged.row_rules import bind_rows, look_up, substituted
-from jedbatch._ragged.singular import SINGULAR, positions, without_poles
-from jedbatch._ragged.softmax import NO_MASKS, SoftmaxMasks
-from jedbatch._ragged.tiling import SHAPE_PARAMETERS, TILE_ROWS, Axes
 from jedbatch._support.types import Array, AxisSize
 
 
@@ -64,9 +66,9 @@ class Padded:
       differentiable: whether there is a gradient in reverse mode, so that padding must be finite.
       lanes: the name of the axis of instances that run together; None if this one runs alone.
       alive: whether the instance takes the step of the loop around them; None if there is none.
-      chain: ids of equations that write nothing if it does not (see `_ragged.padded_loops`).
-      masks: where selections are not needed because of others (see `_ragged.softmax`).
-      positioned: see `_ragged.singular`; None in loops, where all may be.
+      chain: ids of equations that write nothing if it does not (see `_jaxpr.padding.padded_loops`).
+      masks: where selections are not needed because of others (see `_jaxpr.padding.softmax`).
+      positioned: see `_jaxpr.padding.singular`; None in loops, where all may be.
       known: the extents that variables hold as numbers.
       gates: of the equations, if they are differentiated; None elsewhere.
       flags: bool[] for each result that these know, whether something comes back through it.

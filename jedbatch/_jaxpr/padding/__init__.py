@@ -1,0 +1,1 @@
+"""Programs on arrays whose lengths differ from instance to instance, padded to one capacity."""
