@@ -43,45 +43,42 @@ Read in this order:
 26. `padding.padded_rules`: Running equations for one instance whose arrays are padded.
 27. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-28. `list_order`: Operations along a list for which the order of its elements counts, where there is
-   room for more.
+28. `list_arrays`: Operations on arrays that are made of all elements of a list.
 29. `list_expressions`: Expressions of programs of lists of any length.
 30. `list_values`: The values of a program of a list, as what they are for lists of any length (see
    `rolling`).
-31. `list_positions`: Positions in lists of any length: of all elements, of elements in order, and
-   rows at some.
-32. `rolling`: Programs of a list of values as programs of lists of any length.
-33. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+31. `rolling`: Programs of a list of values as programs of lists of any length.
+32. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-34. `trip_counts`: Trip counts of loops, as far as their programs say.
-35. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+33. `trip_counts`: Trip counts of loops, as far as their programs say.
+34. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-36. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+35. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
-37. `registers`: Basic blocks, and the registers of values that live between them.
-38. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+36. `registers`: Basic blocks, and the registers of values that live between them.
+37. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-39. `lane_policies`: Policies for lanes: which block runs next, where each lane is at its own place
+38. `lane_policies`: Policies for lanes: which block runs next, where each lane is at its own place
    of a program.
-40. `program_counters`: A machine for lanes that are at different places of a program.
-41. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+39. `program_counters`: A machine for lanes that are at different places of a program.
+40. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-42. `branch_residuals`: Residuals of branches, without those that are there anyway.
-43. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+41. `branch_residuals`: Residuals of branches, without those that are there anyway.
+42. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-44. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
+43. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
    others.
-45. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+44. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-46. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+45. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-47. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+46. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-48. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-49. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-50. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+47. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+48. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+49. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-51. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+50. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
-52. `faults`: Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
+51. `faults`: Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
 """

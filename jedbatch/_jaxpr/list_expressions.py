@@ -6,7 +6,7 @@ exist. A program that they make up runs for any length up to a capacity (`Expres
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jedbatch._jaxpr.list_arrays import (
+    NO_NUMBERS,
+    ArrayOperation,
+    NumbersOfLength,
+    PaddedOperation,
+    rows_of,
+)
 from jedbatch._jaxpr.list_reductions import reduced, without_others
+from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
+from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._support.types import Array, Dtype
 
 LENGTHS = ("length", "one by the length")  # numbers that expressions may be
@@ -31,13 +40,16 @@ class Expression:
       shape, dtype: of the value, or of one element's.
       run: maps the values of `args` to the value; None of what is below. Of an operation with many
         results, to all of them.
-      result: which of the results of `run` it is; None if `run` returns it alone.
+      result: which of the results of `run`, or of `array`, it is; None if `run` returns it alone.
       given: what it is if it is not computed: ("input", k), ("element", leaf), ("length",) or
-        ("one by the length",), or ("length", n) of n times the length, and the same of one by it.
+        ("one by the length",), or ("length", n) of n times the length, and the same of one by it,
+        or ("number", k), one of those that programs differ in.
       reduction: (operation, whether elements were rows of an array, axes of each element that are
         reduced with them) if it reduces elements.
       alone: of a reduction over axes of each element, what it is for one element.
-      whole: maps the elements of all `args` and flags of those that exist to the value of all.
+      array: the operation whose result it is, on arrays that are made of all elements. Its shape
+        is that in some program.
+      row_of: of a row of such an array for each element, the axis along which they are.
       joins: the operation of a chain whose result it is; None if it is of no such operation.
       chained: (operation, base, element) if it is an element's part in a chain.
       repeated: (operand, its axes in the value) of a broadcast.
@@ -52,7 +64,8 @@ class Expression:
     given: tuple[Any, ...] | None = None
     reduction: tuple[str, bool, tuple[int, ...]] | None = None
     alone: int | None = None
-    whole: Callable[[Sequence[Array], Array], Array] | None = None
+    array: ArrayOperation | None = None
+    row_of: int | None = None
     joins: str | None = None
     chained: tuple[str, int, int] | None = None
     repeated: tuple[int, tuple[int, ...]] | None = None
@@ -90,6 +103,30 @@ class Expressions:
         """The id of a value that is not computed."""
         of_element = what[0] == "element"
         return self.add(what, Expression(of_element, (), shape, dtype, given=what))
+
+    def results_of(
+        self, key: Hashable, operation: ArrayOperation, args: Sequence[int], types: Sequence[Any]
+    ) -> list[int]:
+        """The ids of the results of an operation on arrays that are made of all elements.
+
+        Args:
+          key: what it does, whatever its numbers are.
+          operation: the operation.
+          args: ids of what it reads.
+          types: shapes, which do not tell operations apart, and dtypes of its results.
+        """
+        ids = []
+        for k, x in enumerate(types):
+            full = key, k, tuple(args), len(x.shape), x.dtype
+            if full not in self._ids:
+                expression = Expression(
+                    False, tuple(args), x.shape, x.dtype, result=k, array=operation
+                )
+                self.all.append(expression)
+                self._keys.append((key, k))
+                self._ids[full] = len(self.all) - 1
+            ids.append(self._ids[full])
+        return ids
 
     def operation(
         self, key: Hashable, run: Callable[..., Any], args: Sequence[int], **facts: Any
@@ -244,6 +281,7 @@ class Expressions:
         summed: Sequence[bool],
         capacity: int,
         parts: Sequence[int],
+        numbers: NumbersOfLength = NO_NUMBERS,
     ) -> Callable[..., list[Array]]:
         """Returns the program of a list of at most so many elements.
 
@@ -254,11 +292,16 @@ class Expressions:
             place of them.
           capacity: elements there is room for.
           parts: ids of the values that an element consists of.
+          numbers: those that depend on the length.
 
         Returns:
           A function of the inputs in a list, of the elements' values in a list, one part after the
           other, of whose elements some may be anything, and of the number of elements that exist.
+
+        Raises:
+          CannotMergeError: an operation on arrays of all elements has no rule for room for more.
         """
+        arrays = self._padded(results, parts, numbers)
         sums = {part for part, is_sum in zip(parts, summed, strict=True) if is_sum}
 
         def run(given: Sequence[Array], elements: Sequence[Array], length: Array) -> list[Array]:
@@ -269,18 +312,23 @@ class Expressions:
                 own, rest = rest[: 1 if is_sum else capacity], rest[1 if is_sum else capacity :]
                 values[part] = own[0] if is_sum else without_others(jnp.stack(own), exists)
             by_number = dict(zip(inputs, given, strict=True))
-            made: dict[tuple[Callable, tuple[int, ...]], Any] = {}  # by operations, all results
+            made: dict[Any, Any] = {}  # by operations, all results
             for index in self._read_by(results, parts):
                 x = self.all[index]
                 if index in values:
                     continue
                 if x.given is not None:
-                    values[index] = _given(x, by_number, length)
+                    values[index] = _given(index, x, by_number, length, numbers)
                 elif x.args and x.args[0] in sums:
                     base = [values[a] for a in x.args[1:]]
                     values[index] = functools.reduce(lax.add, [*base, values[x.args[0]]])
-                elif x.whole is not None:
-                    values[index] = x.whole([values[a] for a in x.args], exists)
+                elif x.array is not None:
+                    if x.array not in made:
+                        read = [values[a] for a in x.args]
+                        made[x.array] = arrays[x.array].run(read, length, capacity)
+                    values[index] = x.value_of(made[x.array])
+                elif x.row_of is not None:
+                    values[index] = jnp.moveaxis(values[x.args[0]], x.row_of, 0)
                 elif x.reduction is not None:
                     values[index] = reduced(x.reduction, [values[a] for a in x.args], exists)
                 else:
@@ -294,6 +342,32 @@ class Expressions:
             return [values[index] for index in results]
 
         return run
+
+    def _padded(
+        self,
+        results: Sequence[int],
+        parts: Sequence[int],
+        numbers: NumbersOfLength,
+    ) -> dict[ArrayOperation, PaddedOperation]:
+        """Returns the operations on arrays of all elements with room for more of them."""
+        padded: dict[ArrayOperation, PaddedOperation] = {}
+        length = numbers.symbol()
+        types: dict[int, Any] = {}
+        for index in self._read_by(results, parts):
+            x = self.all[index]
+            operands = [] if index in parts else [types[a] for a in x.args]
+            types[index] = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            if x.array is not None:
+                if x.array not in padded:
+                    padded[x.array] = PaddedOperation(x.array, numbers.of[index], operands, length)
+                types[index] = x.value_of(padded[x.array].results)
+            elif x.row_of is not None:
+                types[index] = rows_of(*operands, x.row_of)
+            elif any(is_ragged(t.shape) for t in operands):
+                raise CannotMergeError("an element meets an array of all of them")
+        if any(is_ragged(types[index].shape) for index in results):
+            raise CannotMergeError("a result is an array of all elements")
+        return padded
 
     def _read_by(self, results: Sequence[int], known: Sequence[int] = ()) -> list[int]:
         """Returns the ids that some expressions read, in an order in which they can run.
@@ -311,13 +385,23 @@ class Expressions:
         return sorted(needed)  # what is read has been made before
 
 
-def _given(x: Expression, inputs: dict[int, Array], length: Array) -> Array:
+def _given(
+    index: int,
+    x: Expression,
+    inputs: Mapping[int, Array],
+    length: Array,
+    numbers: NumbersOfLength,
+) -> Array:
     """The value of an expression that is neither computed nor of an element."""
     assert x.given is not None
     kind, *where = x.given
     if kind == "input":
         (k,) = where
         return inputs[k]
+    if kind == "number":
+        (number,) = numbers.of[index]
+        is_fixed = len(number.coefficients) == 1
+        return jnp.asarray(number.at(length if is_fixed else length.astype(x.dtype)), x.dtype)
     return _number(x.given, length, x.dtype)
 
 

@@ -13,6 +13,12 @@ class Single(NamedTuple):
     id: int
 
 
+class Whole(NamedTuple):
+    """An array that is made of all elements; its shape may depend on how many there are."""
+
+    id: int
+
+
 class Element(NamedTuple):
     """A value of the element at a position."""
 

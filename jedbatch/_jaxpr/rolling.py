@@ -8,19 +8,21 @@ that do not exist take no part in reductions.
 
 What can be rolled: functions of one element and of values that are no elements; sums, products,
 maxima, minima and logical reductions of elements in order; arrays that stack one row for each
-element, row-wise operations, reductions and products over their rows, places of extremes, sorts,
-the first in order and cumulative operations along them, and rows of given numbers or at positions
-that are computed; arrays that put elements together along an axis of theirs, and the same of these
-but for rows; lists of results, of one for each element; and numbers that are the length, or one
-divided by it, or those of the positions of elements. All else,
-such as positions in the list or elements that meet each other, raises `CannotRollError`. A program
+element, or put elements together along an axis of theirs, row-wise operations, reductions and
+products over their rows; lists of results, of one for each element; numbers that are the length, or
+one divided by it; and any other operation on such arrays, as far as programs of other lengths
+differ in numbers that are polynomials of the length (see `list_arrays`). All else, such as elements
+that meet each other by themselves, raises `CannotRollError`. A program
 of one element has no reductions to be seen; whether it is what a rolled one does with one element
 is found out by comparing the two (`list_expressions.Expressions.is_of_one`).
 """
 
-from collections.abc import Hashable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -34,20 +36,23 @@ from jedbatch._jaxpr.interpret import (
     run_equation,
 )
 from jedbatch._jaxpr.known_functions import known_function
+from jedbatch._jaxpr.list_arrays import ArrayOperation, Numbers, Rows, split
 from jedbatch._jaxpr.list_expressions import LENGTHS, Expression, Expressions
-from jedbatch._jaxpr.list_order import (
-    ALONG_LISTS,
-    along_list,
-    axes_of,
-    row_at,
+from jedbatch._jaxpr.list_values import (
+    CannotRollError,
+    Chain,
+    Element,
+    Single,
+    StackedElements,
+    Whole,
 )
-from jedbatch._jaxpr.list_positions import all_positions, in_order, rows_at
-from jedbatch._jaxpr.list_values import CannotRollError, Chain, Element, Single, StackedElements
-from jedbatch._jaxpr.monoids import JOINED_BY, PLACES, REDUCTIONS
+from jedbatch._jaxpr.monoids import JOINED_BY, REDUCTIONS
+from jedbatch._jaxpr.padding.flat_programs import INSIDE
 from jedbatch._jaxpr.versions import ClosedProgram, Equation
 from jedbatch._support.types import Array
 
 CHAINS = {x: x for x in JOINED_BY} | {"add_any": "add"}  # by operation
+REPEATED = ("iota", "broadcast_in_dim")  # what makes rows of nothing, or of one
 
 
 class Roller:
@@ -74,6 +79,9 @@ class Roller:
         self.length = length
         self.counts = counts
         self.each: set[int] = set()  # rows of elements that are put together
+        self.numbers: dict[int, Numbers] = {}  # that programs may differ in, by expressions
+        self._num_operations = 0  # on arrays of all elements
+        self._finds_axes = False
         closed = inlined(program)
         self.jaxpr = closed.jaxpr
         self.env: dict[Any, Any] = {}
@@ -87,6 +95,7 @@ class Roller:
                 continue
             index = expressions.given(shape, v.aval.dtype, kind, which)
             self.env[v] = Element(index, *position) if position else Single(index)
+        self._picked = _picked_rows(self.jaxpr.eqns)
         for v, const in zip(self.jaxpr.constvars, closed.consts, strict=True):
             self.env[v] = self._constant(Same(const), const)
 
@@ -128,13 +137,28 @@ class Roller:
         return self._constant((str(dtype), number.tobytes()), number)
 
     def _single(self, value: Any) -> int:
-        if not isinstance(value, Single) and not (self.length == 1 and isinstance(value, Element)):
+        is_only = self.length == 1 and isinstance(value, Element)
+        if not isinstance(value, Single | Whole) and not is_only:
             raise CannotRollError("a result is of one element, or of a row for each")
         return value.id
 
     def axes(self) -> list[int | None]:
-        """Along which axis results have a row for each element; None where they have none."""
-        return [x.axis if isinstance(x, StackedElements) else None for x in self._values()]
+        """Along which axis results have a row for each element; None where they have none.
+
+        Inputs that are as long as the list are not taken for something else.
+        """
+        self._finds_axes = True
+        pairs = zip(self.jaxpr.outvars, self._values(), strict=True)
+        return [self._axis_of_rows(x, v.aval.shape) for v, x in pairs]
+
+    def _axis_of_rows(self, x: Any, shape: Sequence[int]) -> int | None:
+        if isinstance(x, StackedElements):
+            return x.axis
+        if not isinstance(x, Whole) or self.length not in shape:
+            return None
+        if shape.count(self.length) > 1:
+            raise CannotRollError("several axes are as long as the list")
+        return shape.index(self.length)
 
     def _values(self) -> list[Any]:
         for eqn in self.jaxpr.eqns:
@@ -179,21 +203,27 @@ class Roller:
         chain = self._chain(CHAINS.get(name), values)
         if chain is not None:
             return [chain]
-        if name == "iota" and self.counts and eqn.outvars[0].aval.size:
-            axis, shape = eqn.params["dimension"], eqn.outvars[0].aval.shape
-            if shape[axis] == self.length:
-                return [all_positions(self.expressions, shape, axis, eqn.outvars[0].aval.dtype)]
-        if any(isinstance(x, StackedElements) for x in values):
-            if name == "top_k" or (name == "sort" and len(values) > 1):
-                return in_order(self.expressions, eqn, values)
-            return [self._stacked(eqn, values)]
         positions = {x.position for x in values if isinstance(x, Element)}
         if positions and name in ("stack", "concatenate"):
-            return [self._stack(eqn, values)]
+            return [self._put_together(eqn, values)]
+        kinds = set(map(type, values))
+        if StackedElements in kinds and Whole not in kinds:
+            with contextlib.suppress(CannotRollError):
+                return self._stacked(eqn, values)
+        if kinds & {StackedElements, Whole} and not positions:
+            return self._on_arrays(eqn, values)
+        says_length = name in REPEATED and self.counts and self.length in eqn.params["shape"]
+        if says_length and not positions and eqn.outvars[0].aval.size:
+            return self._on_arrays(eqn, values)
+        if StackedElements in kinds:
+            raise CannotRollError(f"`{name}` of one element and all")
         if len(positions) > 1:
             raise CannotRollError(f"`{name}` of several elements")
         if positions and inner_programs(eqn) and known_function(eqn) is None:
             raise CannotRollError(f"`{name}` of an element, which runs a program")
+        pairs = zip(eqn.invars, values, strict=True)
+        if any(isinstance(x, Whole) and v.aval.shape != self._type(x).shape for v, x in pairs):
+            raise CannotRollError(f"`{name}` of an element and an array of all")
         made = self._on_values(eqn, values)
         return [Element(i, *positions) if positions else Single(i) for i in made]
 
@@ -246,21 +276,54 @@ class Roller:
             return Chain(second.id, op, chained[1], 2)
         return None
 
-    def _stack(self, eqn: Equation, values: Sequence[Any]) -> StackedElements:
-        """An array of one row for each element."""
-        ids = {x.id for x in values}
-        places = [x.position if isinstance(x, Element) else None for x in values]
-        if len(ids) != 1 or places != list(range(self.length)):
-            raise CannotRollError("an array of some of the elements, or of other things too")
-        (index,) = ids
-        if eqn.primitive.name == "stack":
-            return StackedElements(index, eqn.params["axis"])
-        axis = eqn.params["dimension"]
-        each = self.expressions.all[index].shape[axis]
-        if each != 1:
+    def _put_together(self, eqn: Equation, values: Sequence[Any]) -> Any:
+        """An array of elements in a row, and of other things."""
+        is_stack = eqn.primitive.name == "stack"
+        axis = eqn.params["axis" if is_stack else "dimension"]
+        parts, is_one = [], []
+        for of, same in itertools.groupby(values, lambda x: isinstance(x, Element) and (x.id,)):
+            several = list(same)
+            parts += [self._part(several, is_stack, axis)] if of else several
+            is_one += [False] if of else [is_stack] * len(several)
+        if len(parts) == 1:
+            return parts[0]
+
+        def run(_: Any, *xs: Array) -> list[Array]:
+            pairs = zip(xs, is_one, strict=True)
+            rows = [lax.expand_dims(x, (axis,)) if one else x for x, one in pairs]
+            return [lax.concatenate(rows, axis)]
+
+        key = "concatenate", axis, *is_one
+        return self._array_operation(key, run, {}, parts, [eqn.outvars[0].aval])[0]
+
+    def _part(self, elements: Sequence[Element], is_stack: bool, axis: int) -> Any:
+        """An array of elements that follow one another, forwards or backwards."""
+        index, places = elements[0].id, [x.position for x in elements]
+        first, last = min(places), max(places)
+        ascending = list(range(first, last + 1))
+        if places not in (ascending, ascending[::-1]):
+            raise CannotRollError("an array of elements in some order")
+        each = None if is_stack else self.expressions.all[index].shape[axis]
+        if each == 1:
+            index, each = self._without_axis(index, axis), None
+        if each is not None:
             self.each.add(each)
-            return StackedElements(index, axis, each)
-        return StackedElements(self._without_axis(index, axis), axis)
+        whole = StackedElements(index, axis, each)
+        if places == list(range(self.length)):
+            return whole
+        is_reversed, rows = places != ascending, each or 1
+
+        def run(params: Any, x: Array) -> list[Array]:
+            part = lax.slice_in_dim(x, params["first"], params["end"], axis=axis)
+            return [lax.rev(part, (axis,)) if is_reversed else part]
+
+        if is_reversed and rows > 1:
+            raise CannotRollError("an array of elements of several rows, backwards")
+        params = {"first": first * rows, "end": (last + 1) * rows}
+        shape = list(self.expressions.all[index].shape)
+        shape[axis : axis + (each is not None)] = [len(places) * rows]
+        made = jax.ShapeDtypeStruct(tuple(shape), self.expressions.all[index].dtype)
+        return self._array_operation(("part", axis, is_reversed), run, params, [whole], [made])[0]
 
     def _without_axis(self, index: int, axis: int) -> int:
         """An expression without an axis along which it has one element, or repeats itself."""
@@ -282,23 +345,20 @@ class Roller:
 
     # --- arrays with a row for each element ---
 
-    def _stacked(self, eqn: Equation, values: Sequence[Any]) -> StackedElements | Single | Element:
-        """The result of an operation on arrays with a row for each element."""
-        name, params = eqn.primitive.name, dict(eqn.params)
+    def _stacked(self, eqn: Equation, values: Sequence[Any]) -> list[Any]:
+        """The results of an operation that treats the rows of elements alike, or reduces them."""
         if any(isinstance(x, Element) for x in values):
-            raise CannotRollError(f"`{name}` of one element and all")
+            raise CannotRollError("one element meets all")
+        return [self._on_rows(eqn, values)]
+
+    def _on_rows(self, eqn: Equation, values: Sequence[Any]) -> StackedElements | Single | Element:
+        name, params = eqn.primitive.name, dict(eqn.params)
         if (name in ELEMENTWISE_OPERATIONS and len(eqn.outvars) == 1) or known_function(
             eqn
         ) is not None:
             return self._elementwise(eqn, values)
         if name == "dot_general":
             return self._product(eqn, *values)
-        if name in ALONG_LISTS:
-            return self._along_list(eqn, values)
-        if name == "dynamic_slice":
-            return self._dynamic_slice(eqn, values)
-        if name == "gather":
-            return rows_at(self.expressions, eqn, values)
         if len(values) != 1:
             raise CannotRollError(f"`{name}` of a row for each element")
         ((index, axis, each),) = values
@@ -343,7 +403,7 @@ class Roller:
                 part = list(eqn.params[key] or [1] * len(eqn.params["start_indices"]))
                 part[axis : axis + 1] = [] if each is None else [begin]
                 params[key] = tuple(part)
-        elif name == "slice" and each is None:
+        elif name == "slice" and each is None and self._picked.get(id(eqn)) == axis:
             return self._row(eqn, index, axis)
         elif name == "reshape":
             shape = list(params["new_sizes"])
@@ -365,56 +425,81 @@ class Roller:
         made = self.expressions.primitive(eqn.primitive, params, [index])
         return StackedElements(made, place, each)
 
-    def _along_list(self, eqn: Equation, values: Sequence[Any]) -> StackedElements | Single:
-        """The result of an operation along axes, such as a cumulative sum or a sort."""
-        name, params = eqn.primitive.name, dict(eqn.params)
-        if len(values) != 1:
-            raise CannotRollError(f"`{name}` of several arrays")
-        ((index, axis, each),) = values
-        parameter, axes = axes_of(name, params)
-        others = [k for k in axes if k != axis]
-        if others:
-            own = tuple(k - (k > axis and each is None) for k in others)
-            given = params | {parameter: own if isinstance(params[parameter], tuple) else own[0]}
-            index = self.expressions.primitive(eqn.primitive, given, [index])
-            if axis not in axes:
-                is_left = name in PLACES and others[0] < axis
-                return StackedElements(index, axis - is_left, each)
-        x = self.expressions.all[index]
-        whole = along_list(name, params, axis if each else None)
-        key = "along the list", eqn.primitive, self.expressions.key_of(params), axis, each
-        is_place = name in PLACES
-        shape = (*x.shape[:axis], *x.shape[axis + 1 :]) if is_place and each else x.shape
-        dtype = eqn.outvars[0].aval.dtype
-        expression = Expression(not is_place, (index,), shape, dtype, whole=whole)
-        made = self.expressions.add(key, expression)
-        return Single(made) if is_place else StackedElements(made, axis, each)
+    def _on_arrays(self, eqn: Equation, values: Sequence[Any]) -> list[Any]:
+        """The results of an operation on arrays that are made of all elements."""
+        name, axis = eqn.primitive.name, self._picked.get(id(eqn))
+        if axis is not None and isinstance(values[0], Whole):
+            return [self._row_of_array(eqn, values[0], axis)]
+        operands: list[Any] = []
+        for atom, value in zip(eqn.invars, values, strict=True):
+            is_number = isinstance(atom, Literal) and not np.shape(atom.val)
+            if is_number and atom.aval.dtype.kind in "iuf":  # type: ignore[attr-defined]
+                value = self._number(np.asarray(atom.val, atom.aval.dtype)[()])  # type: ignore
+            operands.append(value)
+        types = [v.aval for v in eqn.outvars]
+        function = known_function(eqn)
+        if function is not None:
+            run = lambda _, *xs: [function(*xs)]  # noqa: E731
+            return self._array_operation(function, run, {}, operands, types)
+        if inner_programs(eqn) and name not in INSIDE:
+            raise CannotRollError(f"`{name}` of all elements, which runs a program")
+        primitive = eqn.primitive
 
-    def _dynamic_slice(self, eqn: Equation, values: Sequence[Any]) -> StackedElements | Single:
-        """The row of an element whose position is computed, or the same part of every row."""
-        stacked, *starts = values
-        sizes, params = eqn.params["slice_sizes"], dict(eqn.params)
-        if not isinstance(stacked, StackedElements) or not all(
-            isinstance(x, Single) for x in starts
-        ):
-            raise CannotRollError("a part of the elements is read")
-        index, axis, each = stacked
-        if 1 < sizes[axis] == eqn.invars[0].aval.shape[axis]:  # all, wherever they begin
-            along = [k for k in range(len(sizes)) if k != axis or each is not None]
-            if not along:  # numbers
-                return stacked
-            of_element = {**dict(enumerate(sizes)), axis: each}
-            params["slice_sizes"] = tuple(of_element[k] for k in along)
-            ids = [index, *(starts[k].id for k in along)]
-            made = self.expressions.primitive(eqn.primitive, params, ids)
-            return StackedElements(made, axis, each)
-        if each is not None or sizes[axis] != 1:
-            raise CannotRollError("a part of the elements is read")
-        key = "row at", axis, sizes
+        def bound(params: dict[str, Any], *xs: Array) -> Sequence[Array]:
+            made = primitive.bind(*xs, **params)
+            return made if primitive.multiple_results else [made]
+
+        return self._array_operation(primitive, bound, eqn.params, operands, types)
+
+    def _array_operation(
+        self,
+        key: Hashable,
+        run: Callable[..., Sequence[Array]],
+        params: dict[str, Any],
+        operands: Sequence[Any],
+        types: Sequence[Any],
+    ) -> list[Whole]:
+        """The results of an operation whose numbers may depend on the length.
+
+        Args:
+          key: what it does, whatever its parameters are.
+          run: of parameters and operands, returns the results.
+          params: its parameters.
+          operands: what it reads.
+          types: of its results, in this program.
+        """
+        if not all(isinstance(x, Single | Whole | StackedElements) for x in operands):
+            raise CannotRollError("an array of all elements meets a part of them")
+        given = [self._type(x) for x in operands if isinstance(x, Single)]
+        if self._finds_axes and any(x.given and self.length in x.shape for x in given):
+            raise CannotRollError("an array of all elements meets one as long as the list")
+        skeleton, numbers = split(params, self.expressions.key_of)
+        stacked = (StackedElements,)
+        rows = tuple(Rows(*x[1:]) if isinstance(x, stacked) else None for x in operands)
+        key = "array", key, skeleton, rows, self._num_operations
+        self._num_operations += 1
+        operation = ArrayOperation(run, params, rows)
+        made = self.expressions.results_of(key, operation, [x.id for x in operands], types)
+        self.numbers.update(dict.fromkeys(made, numbers))
+        return [Whole(i) for i in made]
+
+    def _number(self, number: Any) -> Single:
+        """A number in which programs of other lengths may differ."""
+        made = self.expressions.given((), number.dtype, "number", self._num_operations)
+        self._num_operations += 1
+        self.numbers[made] = (number,)
+        return Single(made)
+
+    def _row_of_array(self, eqn: Equation, array: Whole, axis: int) -> Element:
+        """The row of one element, of an array of a row for each."""
+        shape = eqn.outvars[0].aval.shape
+        of_one = (*shape[:axis], *shape[axis + 1 :])
         dtype = eqn.outvars[0].aval.dtype
-        whole = row_at(axis, sizes)
-        row = Expression(False, (index, *(x.id for x in starts)), sizes, dtype, whole=whole)
-        return Single(self.expressions.add(key, row))
+        expression = Expression(True, (array.id,), of_one, dtype, row_of=axis)
+        return self._row(eqn, self.expressions.add(("row of", axis), expression), axis)
+
+    def _type(self, x: Any) -> Expression:
+        return self.expressions.all[x.id]
 
     def _row(self, eqn: Equation, index: int, axis: int) -> Element:
         """The row of one element."""
@@ -511,6 +596,28 @@ class Roller:
         shape = self.expressions.all[x.id].shape
         lacks_one = isinstance(x, StackedElements) and x.each is None
         return (*shape, self.length) if lacks_one else shape
+
+
+def _picked_rows(equations: Sequence[Equation]) -> dict[int, int]:
+    """Returns the ids of slices of one row each, of arrays all rows of which are read like that.
+
+    With the axis along which the rows are.
+    """
+    found: dict[Any, dict[int, int]] = {}
+    for eqn in equations:
+        if eqn.primitive.name == "slice":
+            before, after = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
+            cut = [a for a, n in enumerate(after) if n != before[a]]
+            cut = cut or [a for a, n in enumerate(after) if n == 1]
+            if len(cut) == 1 and after[cut[0]] == 1:
+                rows = found.setdefault((eqn.invars[0], cut[0]), {})
+                rows[id(eqn)] = eqn.params["start_indices"][cut[0]]
+    return {
+        i: axis
+        for (array, axis), rows in found.items()
+        if set(rows.values()) == set(range(array.aval.shape[axis]))
+        for i in rows
+    }
 
 
 def _is_of_every_row(eqn: Equation, axis: int) -> bool:

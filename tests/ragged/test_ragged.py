@@ -405,6 +405,14 @@ def test_rows_that_are_none_do_not_spoil_gradients():
     check(fn, weights(), [x for x, *_ in made([3, 2, 5])], rtol=1e-4, alone=jax.jit(fn))
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_products_in_padding_do_not_spoil_gradients(reverse):
+    """Those of a row that stands in for others would be infinite, and their slopes not numbers."""
+    fn = lambda params, x: lax.cumprod(x * params["b"], reverse=reverse).sum()  # noqa: E731
+    instances = [np.full(n, 1e20 if n == 1 else 2.0, np.float32) for n in (1, 3, 5)]
+    check(fn, {"b": jnp.float32(1.0)}, instances, alone=jax.jit(fn))
+
+
 # --- what cannot run together ---------------------------------------------------------------------
 
 

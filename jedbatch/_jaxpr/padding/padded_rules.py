@@ -206,11 +206,13 @@ class Padded:
         name, (x, *initial_values) = eqn.primitive.name, values
         shape, mixed = eqn.invars[0].aval.shape, [(0, a) for a in axes]
         if name in CUMULATIVE_OPERATIONS:  # rows that exist come first, in the order as alone
-            if not eqn.params["reverse"]:
-                return bind_rows(eqn, [x], self.size)
+            reverse = eqn.params["reverse"]
+            x = self._flipped(x, shape, axes) if reverse else x
+            if name == "cumprod" and self.differentiable:  # or products in padding may be infinite
+                x = self.masked(x, shape, axes, identity_of(MONOIDS[name], x.dtype))
             forwards = eqn.replace(params=eqn.params | {"reverse": False})
-            (found,) = bind_rows(forwards, [self._flipped(x, shape, axes)], self.size)
-            return [self._flipped(found, shape, axes)]
+            (found,) = bind_rows(forwards, [x], self.size)
+            return [self._flipped(found, shape, axes) if reverse else found]
         masked_axes = self._needing_mask(eqn, mixed, 0)
         x = self.masked(x, shape, masked_axes, identity_of(MONOIDS[name], x.dtype))
         if name == "top_k":  # of instances that have fewer rows there are none

@@ -29,7 +29,9 @@ import numpy as np
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.operations import ListOperands, Operation
 from jedbatch._graph.types import LENGTH, NodeType, ValueType, operation_of
+from jedbatch._jaxpr.list_arrays import NumbersOf, NumbersOfLength, numbers_of_length
 from jedbatch._jaxpr.list_expressions import Expressions
+from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.cell import pause
 from jedbatch._record.identity.assumptions import Assumptions
@@ -71,12 +73,14 @@ class Rolled(NamedTuple):
       roles: what its operands are, ("input", k) or ("element", leaf, position).
       keys: equal for types that compute the same for lists of any length, if numbers that are the
         length are constants, and if they are the length.
+      numbers: for each of the keys those in which such types may differ (see `list_arrays`).
     """
 
     node_type: int
     length: int
     roles: tuple[tuple, ...]
     keys: tuple[Hashable, Hashable]
+    numbers: tuple[NumbersOf, NumbersOf]
 
 
 class CellCalls:
@@ -102,6 +106,8 @@ class CellCalls:
         self.padded_types: dict[tuple[Hashable, int, bool], int] = {}
         self._expressions = Expressions(key_of)
         self._functions: dict[Hashable, tuple[ElementFunction, ...]] = {}
+        self._numbers: dict[Hashable, NumbersOfLength] = {}  # by keys
+        self._refused: set[Hashable] = set()  # keys of programs that cannot run with more room
 
     def add(
         self, node_type: int, of: NodeType, args: tuple, slots: Sequence[bool], listed: int
@@ -133,13 +139,14 @@ class CellCalls:
         for counts in (False, True):  # numbers that are the length by accident come first
             by_key: dict[Hashable, list[Rolled]] = {}
             for r in types:
-                if r.keys[counts] is not None:
+                if r.keys[counts] is not None and r.keys[counts] not in self._refused:
                     by_key.setdefault(r.keys[counts], []).append(r)
             for key, same in by_key.items():
                 lengths = {r.length for r in same}
                 long = max(lengths) > LONG
-                if ((many or long) and len(lengths) > 1) or (counts and long):
-                    alike[key] = same
+                few = not ((many or long) and len(lengths) > 1) and not (counts and long)
+                if not few and (fitting := self._fitting(key, same, counts)):
+                    alike[key] = fitting
             types = [r for r in types if r.keys[counts] not in alike]
         for r in types:
             if r.length == 1:
@@ -149,10 +156,26 @@ class CellCalls:
                         break
         return alike
 
+    def refuse(self, key: Hashable) -> None:
+        """Leaves types of a key as they are, whose programs cannot run with room for more."""
+        self._refused.add(key)
+
+    def _fitting(self, key: Any, same: Sequence[Rolled], counts: bool) -> list[Rolled]:
+        """Returns the types of a key whose numbers are what they are known to be of the length."""
+        if key not in self._numbers:
+            of_lengths = {r.length: r.numbers[counts] for r in same}
+            known = numbers_of_length(of_lengths)
+            if known is None:
+                return []
+            self._numbers[key] = known
+        return [r for r in same if self._numbers[key].agree(r.length, r.numbers[counts])]
+
     def _is_of_one(self, single: Rolled, key: Any) -> bool:
         """Returns whether a type of lists of one element is what a key says of such lists."""
-        own: Any = single.keys[False] or single.keys[True]
-        if own[1:] != key[1:]:
+        counts = single.keys[False] is None
+        own: Any = single.keys[counts]
+        numbers = single.numbers[counts]
+        if own[1:] != key[1:] or (numbers and not self._numbers[key].agree(1, numbers)):
             return False
         return all(map(self._expressions.is_of_one, own[0], key[0]))
 
@@ -188,11 +211,15 @@ class CellCalls:
         in_lists = of.results[: listed * length : length]
         kinds = in_lists, of.results[listed * length :]
         keys: list[Hashable] = [None, None]
+        numbers: list[NumbersOf] = [{}, {}]
         for counts in (False, True):
             with contextlib.suppress(CannotRollError):
                 roller = Roller(self._expressions, program, [*shared, *roles], length, counts)
                 keys[counts] = roller.results(listed), of.shared, types, elements, kinds
-        return Rolled(node_type, length, roles, (keys[0], keys[1])) if any(keys) else None
+                numbers[counts] = roller.numbers
+        if not any(keys):
+            return None
+        return Rolled(node_type, length, roles, (keys[0], keys[1]), (numbers[0], numbers[1]))
 
     def _roles(self, node_type: int, varying: Sequence[ListArgument]) -> tuple[tuple, ...] | None:
         """Returns what the operands of a type are; None if some element is no operand."""
@@ -302,7 +329,9 @@ class CellCalls:
         def traced(summed: Sequence[bool]) -> Any:
             """The program, with sums in place of some lists."""
             numbers = range(len(inputs) + len(shared))
-            program = self._expressions.program(results, numbers, summed, capacity, parts)
+            program = self._expressions.program(
+                results, numbers, summed, capacity, parts, self._numbers[key]
+            )
 
             def run(*values: Array) -> list[Array]:
                 others, rest = values[: len(shared)], values[len(shared) :]
@@ -401,7 +430,11 @@ class Arities:
         for key, same in calls.roll(self._node_types, not few).items():
             for rolled in same:
                 if rolled.node_type not in self.padded:
-                    self.padded[rolled.node_type] = self._padded(cell, rolled, key)
+                    try:
+                        self.padded[rolled.node_type] = self._padded(cell, rolled, key)
+                    except CannotMergeError:
+                        calls.refuse(key)
+                        break
                     self._assumptions.fail("types", rolled.node_type != node_type)
 
     def _padded(self, cell: Hashable, rolled: Rolled, key: Any) -> PaddedCalls:

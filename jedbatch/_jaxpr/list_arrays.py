@@ -1,0 +1,310 @@
+"""Operations on arrays that are made of all elements of a list.
+
+Programs of lists of different lengths that do the same have the same operations, whose parameters
+differ in numbers at most. What is left of an operation without its numbers is its *skeleton*:
+
+    reshape[new_sizes=(3, 4, 2)], reshape[new_sizes=(5, 4, 2)]  →  reshape[new_sizes=(·, ·, ·)]
+
+A number that is the same polynomial of the length in all programs, such as n, n - 1 or n², stands
+for this polynomial. Then JAX says for a symbolic length what the operation gives, and the rules for
+padded arrays (see `padding.padded_rules`) run it where there is room for more elements.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, lax
+
+from jedbatch._jaxpr.interpret import run_equations, value_of
+from jedbatch._jaxpr.padding.axis_rules import MAKE_MORE, CannotMergeError, mixed_axes
+from jedbatch._jaxpr.padding.flat_programs import flattened
+from jedbatch._jaxpr.padding.padded_rules import Padded
+from jedbatch._jaxpr.symbolic_dims import LengthDecisionError, is_ragged, make_symbol
+from jedbatch._jaxpr.versions import ClosedProgram
+from jedbatch._support.types import Array, AxisSize
+
+LENGTH = "n"  # the symbol of the length
+MAX_DEGREE = 2  # of polynomials
+ROUNDING = 1e-3  # of one by a number
+# What JAX says of operations that it cannot trace for all lengths.
+NOT_FOR_ALL_LENGTHS = (
+    TypeError,
+    ValueError,
+    LengthDecisionError,
+    jax.errors.InconclusiveDimensionOperation,
+)
+
+Numbers = tuple[Any, ...]  # of one operation, in order
+NumbersOf = Mapping[int, Numbers]  # by expressions
+
+
+class Rows(NamedTuple):
+    """How the values of all elements are one array.
+
+    Attributes:
+      axis: along which elements are.
+      each: rows along it that every element has; None if an element has no such axis.
+    """
+
+    axis: int
+    each: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class ArrayOperation:
+    """An operation on arrays whose shapes depend on the length of a list.
+
+    Attributes:
+      run: of the parameters and the operands, returns a list of results.
+      params: its parameters in some program.
+      rows: for each operand, how it is made of the elements' values; None if it is an array.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    params: Mapping[str, Any]
+    rows: tuple[Rows | None, ...]
+
+
+class NumberOfLength(NamedTuple):
+    """A number that depends on the length of a list.
+
+    Attributes:
+      coefficients: of a polynomial, that of the constant first.
+      divides: whether the number is one by the polynomial.
+    """
+
+    coefficients: tuple[Any, ...]
+    divides: bool = False
+
+    def at(self, length: Any) -> Any:
+        """The number for a length: an int, an extent, or an array."""
+        first, *rest = self.coefficients
+        value = first
+        for power, c in enumerate(rest, start=1):
+            if c:
+                value = value + c * length**power
+        return 1 / value if self.divides else value
+
+
+def split(value: Any, key_of: Callable[[Any], Hashable]) -> tuple[Hashable, Numbers]:
+    """(what is left of parameters without their numbers, the numbers)."""
+    if type(value) is int:
+        return "number", (value,)
+    if type(value) in (tuple, dict):
+        parts = sorted(value.items()) if type(value) is dict else value
+        split_parts = [split(x, key_of) for x in parts]
+        skeletons = tuple([skeleton for skeleton, _ in split_parts])
+        return (type(value), *skeletons), tuple([x for _, numbers in split_parts for x in numbers])
+    return key_of(value), ()
+
+
+def joined(value: Any, numbers: Iterator[Any]) -> Any:
+    """Parameters with other numbers, which are taken in the order of `split`."""
+    if type(value) is int:
+        return next(numbers)
+    if type(value) is dict:
+        return {name: joined(value[name], numbers) for name in sorted(value)}
+    if type(value) is tuple:
+        return tuple([joined(x, numbers) for x in value])
+    return value
+
+
+def number_of_length(numbers: Mapping[int, Any]) -> NumberOfLength | None:
+    """Returns what a number is of the length, given by length; None if it is not known to be any.
+
+    Either integers or NumPy's numbers of one dtype.
+    """
+    values = list(numbers.values())
+    if len({_bits(x) for x in values}) == 1:
+        return NumberOfLength((values[0],))
+    if isinstance(values[0], np.generic) and not np.isfinite(values).all():
+        return None
+    for divides in (False, True):
+        if divides and (type(values[0]) is int or not all(values)):
+            continue
+        points = {n: 1 / x.item() if divides else x for n, x in numbers.items()}
+        whole = {n: round(float(x)) for n, x in points.items()}
+        if all(abs(whole[n] - x) <= ROUNDING for n, x in points.items()):
+            found = NumberOfLength(_polynomial(whole), divides)
+            if all(map(_is_integer, found.coefficients)) and all(
+                _bits(x) == _bits(_like(found.at(n), x)) for n, x in numbers.items()
+            ):
+                return NumberOfLength(tuple(int(c) for c in found.coefficients), divides)
+    return None
+
+
+def _bits(x: Any) -> Hashable:
+    return x.tobytes() if isinstance(x, np.generic) else x
+
+
+def _like(value: Any, x: Any) -> Any:
+    return x.dtype.type(float(value)) if isinstance(x, np.generic) else value
+
+
+def _is_integer(x: Fraction) -> bool:
+    return x.denominator == 1
+
+
+def _polynomial(points: Mapping[int, int]) -> tuple[Fraction, ...]:
+    """The coefficients of the polynomial of least degree through the first points."""
+    xs = list(points)[: MAX_DEGREE + 1]
+    coefficients = [Fraction(0)] * len(xs)
+    differences = [Fraction(points[x]) for x in xs]
+    basis = [Fraction(1)]
+    for k in range(len(xs)):  # Newton's form
+        for power, c in enumerate(basis):
+            coefficients[power] += differences[0] * c
+        basis = [Fraction(0), *basis]
+        for power in range(len(basis) - 1):
+            basis[power] -= xs[k] * basis[power + 1]
+        pairs = zip(differences, differences[1:], xs, xs[k + 1 :], strict=False)
+        differences = [(b - a) / (y - x) for a, b, x, y in pairs]
+    return tuple(coefficients)
+
+
+class NumbersOfLength(NamedTuple):
+    """What the numbers of programs of lists are of the length.
+
+    Attributes:
+      least: the least length of a program from which that is known.
+      of: the numbers, by operations.
+    """
+
+    least: int = 1
+    of: Mapping[int, Sequence[NumberOfLength]] = MappingProxyType({})
+
+    def agree(self, length: int, numbers: NumbersOf) -> bool:
+        """Returns whether numbers of a program are those that are known of its length."""
+        return self.of.keys() == numbers.keys() and all(
+            _bits(x) == _bits(_like(known.at(length), x))
+            for operation, own in self.of.items()
+            for known, x in zip(own, numbers[operation], strict=True)
+        )
+
+    def symbol(self) -> AxisSize:
+        """Returns a symbol for the length."""
+        return make_symbol(LENGTH, export.SymbolicScope([f"{LENGTH} >= {self.least}"]))
+
+
+NO_NUMBERS = NumbersOfLength()
+
+
+def numbers_of_length(programs: Mapping[int, NumbersOf]) -> NumbersOfLength | None:
+    """Returns what the numbers of each operation are of the length; None if some are not known.
+
+    `programs` has those of the programs of lists, by their lengths. One program says nothing of
+    numbers.
+    """
+    if len(programs) == 1 and any(next(iter(programs.values())).values()):
+        return None
+    found: dict[int, Sequence[NumberOfLength]] = {}
+    for operation in next(iter(programs.values())):
+        own = [numbers[operation] for numbers in programs.values()]
+        known = [
+            number_of_length(dict(zip(programs, same, strict=True)))
+            for same in zip(*own, strict=True)
+        ]
+        found[operation] = [x for x in known if x is not None]
+        if len(found[operation]) < len(known):
+            return None
+    return NumbersOfLength(min(programs), found)
+
+
+class PaddedOperation:
+    """An operation on arrays that have room for more elements than there are.
+
+    Args:
+      operation: the operation.
+      numbers: those of its parameters.
+      shapes: of its operands, where elements have a value each those of one; and dtypes.
+      length: the symbol of the length.
+
+    Attributes:
+      results: shapes and dtypes.
+
+    Raises:
+      CannotMergeError: no rule says how it runs where there is room for more.
+    """
+
+    def __init__(
+        self,
+        operation: ArrayOperation,
+        numbers: Sequence[NumberOfLength],
+        operands: Sequence[jax.ShapeDtypeStruct],
+        length: AxisSize,
+    ):
+        self._operation = operation
+        extents = [x.at(length) for x in numbers]
+        params = joined(dict(operation.params), iter(extents))
+        avals = [
+            x if rows is None else _of_all(x, rows, length)
+            for x, rows in zip(operands, operation.rows, strict=True)
+        ]
+        try:
+            closed = jax.make_jaxpr(lambda *xs: operation.run(params, *xs))(*avals)
+        except NOT_FOR_ALL_LENGTHS as error:
+            raise CannotMergeError(f"JAX: {error}") from error
+        self._closed: ClosedProgram = flattened(closed)
+        equations = self._closed.jaxpr.eqns
+        for eqn in equations:
+            mixed_axes(eqn)  # complains of what is not known
+        self._guarded = any(eqn.primitive.name in MAKE_MORE for eqn in equations)
+        self.results = [
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)  # type: ignore[attr-defined]
+            for v in self._closed.jaxpr.outvars
+        ]
+
+    def run(self, values: Sequence[Array], length: Array, capacity: int) -> list[Array]:
+        """Returns the results, with room for so many elements.
+
+        Args:
+          values: of the operands, those of elements in rows.
+          length: how many elements exist.
+          capacity: how many there is room for.
+        """
+        padded = Padded({LENGTH: capacity}, {LENGTH: length}, self._guarded, positioned=None)
+        arrays = [
+            x if rows is None else as_one_array(x, rows)
+            for x, rows in zip(values, self._operation.rows, strict=True)
+        ]
+        jaxpr = self._closed.jaxpr
+        env: dict[Any, Array] = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
+        env.update(zip(jaxpr.invars, arrays, strict=True))
+        run_equations(jaxpr.eqns, env, padded.run)
+        return [value_of(v, env) for v in jaxpr.outvars]
+
+
+def as_one_array(x: Array, rows: Rows) -> Array:
+    """The values of all elements, x[0], x[1], ..., as one array."""
+    x = jnp.moveaxis(x, 0, rows.axis)
+    if rows.each is None:
+        return x
+    before, (count, each), after = (
+        x.shape[: rows.axis],
+        x.shape[rows.axis : rows.axis + 2],
+        x.shape[rows.axis + 2 :],
+    )
+    return lax.reshape(x, (*before, count * each, *after))
+
+
+def _of_all(x: jax.ShapeDtypeStruct, rows: Rows, length: AxisSize) -> jax.ShapeDtypeStruct:
+    before, after = x.shape[: rows.axis], x.shape[rows.axis :]
+    if rows.each is None:
+        return jax.ShapeDtypeStruct((*before, length, *after), x.dtype)
+    return jax.ShapeDtypeStruct((*before, rows.each * length, *after[1:]), x.dtype)
+
+
+def rows_of(x: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of one row of an array that has a row for each element.
+
+    Raises `CannotMergeError` if it has others.
+    """
+    if str(x.shape[axis]) != LENGTH or is_ragged((*x.shape[:axis], *x.shape[axis + 1 :])):
+        raise CannotMergeError("an array has other rows than one for each element")
+    return jax.ShapeDtypeStruct((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)
