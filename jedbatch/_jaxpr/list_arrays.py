@@ -256,8 +256,7 @@ class PaddedOperation:
             mixed_axes(eqn)  # complains of what is not known
         self._guarded = any(eqn.primitive.name in MAKE_MORE for eqn in equations)
         self.results = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)  # type: ignore[attr-defined]
-            for v in self._closed.jaxpr.outvars
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._closed.jaxpr.outvars
         ]
 
     def run(self, values: Sequence[Array], length: Array, capacity: int) -> list[Array]:

@@ -362,7 +362,7 @@ class Expressions:
                     padded[x.array] = PaddedOperation(x.array, numbers.of[index], operands, length)
                 types[index] = x.value_of(padded[x.array].results)
             elif x.row_of is not None:
-                types[index] = rows_of(*operands, x.row_of)
+                types[index] = rows_of(operands[0], x.row_of)
             elif any(is_ragged(t.shape) for t in operands):
                 raise CannotMergeError("an element meets an array of all of them")
         if any(is_ragged(types[index].shape) for index in results):

@@ -212,8 +212,7 @@ class Roller:
                 return self._stacked(eqn, values)
         if kinds & {StackedElements, Whole} and not positions:
             return self._on_arrays(eqn, values)
-        says_length = name in REPEATED and self.counts and self.length in eqn.params["shape"]
-        if says_length and not positions and eqn.outvars[0].aval.size:
+        if self.counts and not positions and _says_length(eqn, self.length):
             return self._on_arrays(eqn, values)
         if StackedElements in kinds:
             raise CannotRollError(f"`{name}` of one element and all")
@@ -433,8 +432,8 @@ class Roller:
         operands: list[Any] = []
         for atom, value in zip(eqn.invars, values, strict=True):
             is_number = isinstance(atom, Literal) and not np.shape(atom.val)
-            if is_number and atom.aval.dtype.kind in "iuf":  # type: ignore[attr-defined]
-                value = self._number(np.asarray(atom.val, atom.aval.dtype)[()])  # type: ignore
+            if is_number and atom.aval.dtype.kind in "iuf":
+                value = self._number(np.asarray(atom.val, atom.aval.dtype)[()])
             operands.append(value)
         types = [v.aval for v in eqn.outvars]
         function = known_function(eqn)
@@ -598,20 +597,34 @@ class Roller:
         return (*shape, self.length) if lacks_one else shape
 
 
-def _picked_rows(equations: Sequence[Equation]) -> dict[int, int]:
-    """Returns the ids of slices of one row each, of arrays all rows of which are read like that.
+def _says_length(eqn: Equation, length: int) -> bool:
+    """Returns whether an operation counts or repeats something up to the length of a list."""
+    if eqn.primitive.name not in REPEATED:
+        return False
+    shape = list(eqn.params["shape"])
+    if eqn.primitive.name == "broadcast_in_dim":
+        before = eqn.invars[0].aval.shape
+        for n, axis in zip(before, eqn.params["broadcast_dimensions"], strict=True):
+            shape[axis] = None if n == shape[axis] else shape[axis]
+    return length in shape
 
-    With the axis along which the rows are.
+
+def _picked_rows(equations: Sequence[Equation]) -> dict[int, int]:
+    """Returns the slices that take single rows, of arrays all rows of which are taken like that.
+
+    They are given by their ids, with the axis along which the rows are.
     """
+    axis_of = {
+        e.invars[0]: e.params["dimensions"] for e in equations if e.primitive.name == "squeeze"
+    }
     found: dict[Any, dict[int, int]] = {}
     for eqn in equations:
-        if eqn.primitive.name == "slice":
+        if eqn.primitive.name == "slice" and len(axes := axis_of.get(eqn.outvars[0], ())) == 1:
             before, after = (x.aval.shape for x in (*eqn.invars, *eqn.outvars))
-            cut = [a for a, n in enumerate(after) if n != before[a]]
-            cut = cut or [a for a, n in enumerate(after) if n == 1]
-            if len(cut) == 1 and after[cut[0]] == 1:
-                rows = found.setdefault((eqn.invars[0], cut[0]), {})
-                rows[id(eqn)] = eqn.params["start_indices"][cut[0]]
+            (axis,) = axes
+            if (*before[:axis], 1, *before[axis + 1 :]) == after:
+                rows = found.setdefault((eqn.invars[0], axis), {})
+                rows[id(eqn)] = eqn.params["start_indices"][axis]
     return {
         i: axis
         for (array, axis), rows in found.items()

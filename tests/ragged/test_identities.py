@@ -11,7 +11,6 @@ from jax import export, lax
 
 from jedbatch._jaxpr import monoids
 from jedbatch._jaxpr.interpret import interpret
-from jedbatch._jaxpr.list_order import ALONG_LISTS, along_list
 from jedbatch._jaxpr.list_reductions import reduced
 from jedbatch._jaxpr.native_calls import has_whole_bytes
 from jedbatch._jaxpr.padding.axis_rules import CUMULATIVE_OPERATIONS
@@ -110,10 +109,8 @@ def in_tiles(closed, x):
 
 def in_lists(closed, x):
     (eqn,) = closed.jaxpr.eqns
-    name, exists = eqn.primitive.name, jnp.arange(ROOM) < EXIST
-    if name in monoids.REDUCTIONS:
-        return reduced((monoids.REDUCTIONS[name], True, ()), [x], exists)
-    return along_list(name, eqn.params, None)([x], exists)
+    exists = jnp.arange(ROOM) < EXIST
+    return reduced((monoids.REDUCTIONS[eqn.primitive.name], True, ()), [x], exists)
 
 
 ROUNDED = {name for name, monoid in monoids.MONOIDS.items() if monoid in ("add", "mul")}
@@ -122,7 +119,7 @@ PLACES = {"padded": padded, "tiles": in_tiles, "lists": in_lists}
 KNOWN = {
     "padded": [*monoids.MONOIDS, "cumlogsumexp"],
     "tiles": [name for name in monoids.MONOIDS if name in REDUCED_IN_TILES],
-    "lists": [x for x in monoids.MONOIDS if x in monoids.REDUCTIONS or x in ALONG_LISTS],
+    "lists": list(monoids.REDUCTIONS),
 }
 
 

@@ -12,6 +12,7 @@ import pytest
 from cases.helpers import assert_close, check, compilations, mostly_slow
 
 import jedbatch
+from jedbatch._jaxpr.list_arrays import numbers_of_length
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.identity.primitives import Keys
@@ -73,7 +74,48 @@ def end_to_end(w, x, *states):
     return total * x, jnp.tanh(w @ columns).sum(1) + columns.T.max(0)
 
 
-ALIKE = [child_sum, attention, means, in_order, together, looked_up, end_to_end]
+def side_by_side(w, x, *states):
+    return jnp.concatenate([h for h, _ in states]).reshape(2, -1).sum(1), x
+
+
+def one_more(w, x, *states):
+    rows = jnp.stack([x, *(h for h, _ in states)])
+    return rows.sum(0) + jnp.concatenate([rows, rows[:1]]).prod(0), x
+
+
+def self_attention(w, x, *states):
+    """Two heads of one number each, among all elements and itself, of the causal kind."""
+    h = jnp.stack([h for h, _ in states])
+    n = h.shape[0]
+    q, k, v = (jnp.tanh(h @ y).reshape(n, 2, 1) for y in (w, w.T, w @ w))
+    scores = jnp.einsum("nhd,mhd->hnm", q, k) * 0.7
+    scores = jnp.where(jnp.tri(n, dtype=bool), scores, -1e9)
+    read = jnp.einsum("hnm,mhd->nhd", jax.nn.softmax(scores), v).reshape(n, 2)
+    return read.mean(0) @ w, jax.lax.cumsum(h)[-1] * x
+
+
+def neighbours(w, x, *states):
+    """Differences, a recurrence along the list, and all pairs."""
+    h, c = (jnp.stack(parts) for parts in zip(*states, strict=True))
+    steps = jnp.tanh(h[1:] - h[:-1]).sum(0) + jnp.stack([h for h, _ in states[::-1]])[0]
+    last, every = jax.lax.scan(lambda s, y: (jnp.tanh(s @ w + y), s), x, h[::-1])
+    pairs = (h[:, None] * c[None]).reshape(-1, 2)
+    return steps * every.sum(0), last + jnp.sort(pairs, axis=0)[-1] / pairs.shape[0]
+
+
+ALIKE = [
+    child_sum,
+    attention,
+    means,
+    in_order,
+    together,
+    looked_up,
+    end_to_end,
+    side_by_side,
+    one_more,
+    self_attention,
+    neighbours,
+]
 
 
 def difference(w, x, *states):
@@ -84,14 +126,6 @@ def by_position(w, x, *states):
     return sum((k + 1.0) * h for k, (h, _) in enumerate(states)), x
 
 
-def side_by_side(w, x, *states):
-    return jnp.concatenate([h for h, _ in states]).reshape(2, -1).sum(1), x
-
-
-def one_more(w, x, *states):
-    return jnp.stack([x, *(h for h, _ in states)]).sum(0), x
-
-
 def some(w, x, *states):
     return states[0][0] + states[1][0], x
 
@@ -100,16 +134,20 @@ def rows(w, x, *states):
     return jnp.stack([h for h, _ in states]), x
 
 
-UNLIKE = [difference, by_position, side_by_side, one_more, some, rows]
+UNLIKE = [difference, by_position, some, rows]
 
 
-def rolled(expressions, cell, length, counts):
-    """The ids of the results of a cell of so many states."""
+def rolled(expressions, cell, length, counts, numbers=None):
+    """The ids of the results of a cell of so many states, of which `numbers` is told."""
     states = [(jnp.ones(2), jnp.ones(2))] * length
     program = jax.make_jaxpr(lambda w, x, states: cell(w, x, *states))(W, jnp.ones(2), states)
     elements = [("element", leaf, k) for k in range(length) for leaf in range(2)]
     roles = [("input", 0), ("input", 1), *elements]
-    return Roller(expressions, program, roles, length, counts).results()
+    roller = Roller(expressions, program, roles, length, counts)
+    results = roller.results()
+    if numbers is not None:
+        numbers[length] = roller.numbers
+    return results
 
 
 def parts(expressions):
@@ -120,11 +158,17 @@ def parts(expressions):
 @pytest.mark.parametrize("cell", mostly_slow(ALIKE, "child_sum", "end_to_end"))
 def test_programs_of_lists_are_rolled_up(cell):
     expressions = Expressions(Keys().params_key)
-    results = {rolled(expressions, cell, length, counts=True) for length in (3, 4, 7)}
+    numbers = {}
+    results = {rolled(expressions, cell, length, True, numbers) for length in (3, 4, 5, 7)}
     assert len(results) == 1
     states = parts(expressions)
     program = expressions.program(
-        *results, inputs=[0, 1], summed=[False] * 2, capacity=6, parts=states
+        *results,
+        inputs=[0, 1],
+        summed=[False] * 2,
+        capacity=6,
+        parts=states,
+        numbers=numbers_of_length(numbers),
     )
     rng = np.random.default_rng(0)
 
@@ -254,6 +298,39 @@ def test_many_lengths_are_few_types():
     assert types_of(batched.plan(W, few)) == 4  # one for each number of children
     # No children, up to four, up to eight, and up to 32.
     assert types_of(batched.plan(W, many)) == types_of(batched.plan(W, [*few, *many])) == 4
+
+
+MIXING = mostly_slow([self_attention, neighbours, one_more, side_by_side], "self_attention")
+
+
+@pytest.mark.parametrize("cell", MIXING)
+def test_elements_that_meet_each_other_are_few_types(cell):
+    encode = encoder(cell, spread)
+    many = trees(1, [0, 1, 2, 3, 4, 5, 6, 9, 12])
+    batched = check(encode, W, many, inference=True)
+    unseen = trees(2, [0, 1, 2, 3, 4, 5, 6, 8, 11])
+    with compilations() as made:
+        found = batched(W, unseen)
+    assert not made
+    assert_close(found, jnp.stack([encode(W, tree) for tree in unseen]), rtol=1e-5)
+    # No children, one if that is another program, up to four, up to eight, and up to 32.
+    assert types_of(batched.plan(W, many)) <= 5
+
+
+def test_what_is_another_program_for_some_lengths_is_no_list():
+    """Numbers that do not follow from the length, and operations that only some lengths have."""
+
+    @jedbatch.cell
+    def node(w, states):
+        rows = jnp.stack(states)
+        scale = {3: 0.5, 5: 7.0}.get(len(states), 2.0)
+        scores = jax.nn.softmax(rows @ rows.T * scale) @ rows
+        return jnp.tanh(scores.mean(0) @ w if len(states) != 6 else jnp.sort(scores, 0)[2])
+
+    fn = lambda w, count: node(w, [w[0] * (k + 1.0) for k in range(count)])  # noqa: E731
+    batched = jedbatch.batch(fn)
+    counts = [2, 3, 4, 5, 6, 7, 8, 9]
+    assert_close(batched(W, counts), jnp.stack([fn(W, n) for n in counts]), rtol=1e-5)
 
 
 def test_elements_of_weak_types_among_others():
