@@ -31,7 +31,6 @@ from jax.extend.core import Literal
 from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.interpret import (
     ELEMENTWISE_OPERATIONS,
-    inlined,
     inner_programs,
     run_equation,
 )
@@ -60,7 +59,7 @@ class Roller:
 
     Args:
       expressions: where expressions are kept.
-      program: the program.
+      program: the program, without calls (see `interpret.inlined`).
       roles: what its arguments are: ("input", k), ("element", leaf, position), or ("rows", leaf,
         axis) of an array that has a row for each element.
       length: of the list.
@@ -82,8 +81,7 @@ class Roller:
         self.numbers: dict[int, Numbers] = {}  # that programs may differ in, by expressions
         self._num_operations = 0  # on arrays of all elements
         self._finds_axes = False
-        closed = inlined(program)
-        self.jaxpr = closed.jaxpr
+        self.jaxpr = program.jaxpr
         self.env: dict[Any, Any] = {}
         for v, (kind, which, *position) in zip(self.jaxpr.invars, roles, strict=True):
             shape = v.aval.shape
@@ -96,7 +94,7 @@ class Roller:
             index = expressions.given(shape, v.aval.dtype, kind, which)
             self.env[v] = Element(index, *position) if position else Single(index)
         self._picked = _picked_rows(self.jaxpr.eqns)
-        for v, const in zip(self.jaxpr.constvars, closed.consts, strict=True):
+        for v, const in zip(self.jaxpr.constvars, program.consts, strict=True):
             self.env[v] = self._constant(Same(const), const)
 
     def results(self, listed: int = 0) -> tuple[int, ...]:
@@ -469,8 +467,8 @@ class Roller:
         """
         if not all(isinstance(x, Single | Whole | StackedElements) for x in operands):
             raise CannotRollError("an array of all elements meets a part of them")
-        given = [self._type(x) for x in operands if isinstance(x, Single)]
-        if self._finds_axes and any(x.given and self.length in x.shape for x in given):
+        others = [self._type(x).shape for x in operands if isinstance(x, Single)]
+        if self._finds_axes and any(self.length in shape for shape in others):
             raise CannotRollError("an array of all elements meets one as long as the list")
         skeleton, numbers = split(params, self.expressions.key_of)
         stacked = (StackedElements,)

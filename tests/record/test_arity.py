@@ -12,6 +12,7 @@ import pytest
 from cases.helpers import assert_close, check, compilations, mostly_slow
 
 import jedbatch
+from jedbatch._jaxpr.interpret import inlined
 from jedbatch._jaxpr.list_arrays import numbers_of_length
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
@@ -141,6 +142,7 @@ def rolled(expressions, cell, length, counts, numbers=None):
     """The ids of the results of a cell of so many states, of which `numbers` is told."""
     states = [(jnp.ones(2), jnp.ones(2))] * length
     program = jax.make_jaxpr(lambda w, x, states: cell(w, x, *states))(W, jnp.ones(2), states)
+    program = inlined(program)
     elements = [("element", leaf, k) for k in range(length) for leaf in range(2)]
     roles = [("input", 0), ("input", 1), *elements]
     roller = Roller(expressions, program, roles, length, counts)

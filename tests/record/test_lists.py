@@ -11,6 +11,7 @@ from cases.helpers import assert_close, check, loop, mostly_slow
 from jax import lax
 
 import jedbatch
+from jedbatch._jaxpr.interpret import inlined
 from jedbatch._jaxpr.list_arrays import numbers_of_length
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import Roller
@@ -234,7 +235,7 @@ def test_what_is_done_along_a_list_is_what_jax_does(name, put_together, elements
     results, numbers = set(), {}
     for length in {2, 3, 4} - {given.shape[1]}:
         roles = [("element", 0, k) for k in range(length)]
-        traced = jax.make_jaxpr(program)(*given[:length])
+        traced = inlined(jax.make_jaxpr(program)(*given[:length]))
         roller = Roller(expressions, traced, roles, length, True)
         results.add(roller.results(listed))
         numbers[length] = roller.numbers

@@ -460,8 +460,16 @@ def num_kinds(blocks: Blocks) -> int:
 
 
 def has_cells(graph: Graph) -> bool:
-    """Returns whether some nodes are calls of cells."""
-    return any(origin(graph.types[t]) == CELL for t in graph.present_types)
+    """Returns whether some nodes are calls of cells, maybe with room for longer lists."""
+    return any(_is_cell(operation_of(graph.types[t]).key) for t in graph.present_types)
+
+
+def _is_cell(key: Any) -> bool:
+    """Returns whether an operation is a cell, or made of one (see `list_cells`), by its key."""
+    first = key[0] if isinstance(key, tuple) else key
+    if type(first) is str and first not in (CELL, LISTS):
+        return any(_is_cell(part) for part in key[1:] if isinstance(part, tuple))
+    return first == CELL or (isinstance(first, tuple) and first[:1] == (CELL,))
 
 
 def origin(node_type: NodeType) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Hashable, Sequence
 
 from jedbatch._graph.types import ValueType, operation_of
+from jedbatch._jaxpr.interpret import inlined
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._jaxpr.symbolic_dims import is_ragged
@@ -64,7 +65,7 @@ class ListAxes:
         """Returns the axes of results, by rolling up the program; None if it cannot be."""
         key = node_type, *roles
         if key not in self._axes:
-            program = operation_of(self._registry.node_types[node_type]).jaxpr
+            program = inlined(operation_of(self._registry.node_types[node_type]).jaxpr)
             try:
                 expressions = Expressions(self._registry.keys.params_key)
                 self._axes[key] = tuple(Roller(expressions, program, roles, length, False).axes())

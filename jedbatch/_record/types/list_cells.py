@@ -29,6 +29,7 @@ import numpy as np
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.operations import ListOperands, Operation
 from jedbatch._graph.types import LENGTH, NodeType, ValueType, operation_of
+from jedbatch._jaxpr.interpret import inlined
 from jedbatch._jaxpr.list_arrays import NumbersOf, NumbersOfLength, numbers_of_length
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
@@ -197,7 +198,7 @@ class CellCalls:
         if roles is None:
             return None
         length = varying[0].length
-        program = operation_of(of).jaxpr
+        program = inlined(operation_of(of).jaxpr)
         num_shared = len(of.shared)
         num_inputs = sum(role[0] == "input" for role in roles)
         shared: list[tuple] = [("input", num_inputs + k) for k in range(num_shared)]
