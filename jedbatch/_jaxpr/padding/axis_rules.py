@@ -238,6 +238,7 @@ _RULES = {
     **dict.fromkeys(WINDOWS, _window),
     "fft": _fft,
     "cholesky": _of_matrix,
+    "eigh": _of_matrix,
     "triangular_solve": _triangular_solve,
     **{name: lambda eqn, params, i, a: a in params["axes"] for name in REDUCTIONS},
     **{name: lambda eqn, params, i, a: a == params["axis"] for name in CUMULATIVE_OPERATIONS},

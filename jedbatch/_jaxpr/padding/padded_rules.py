@@ -489,6 +489,19 @@ class Padded:
         (x,), (v,) = values, eqn.invars
         return bind_rows(eqn, [self._with_identity(x, v.aval.shape)], self.size)
 
+    def _eigh(self, eqn, values, mixed):
+        """Eigenvalues that exist come first: those of the padding are larger, and all differ."""
+        (x,), shape, params = values, eqn.invars[0].aval.shape, eqn.params
+        if params["subset_by_index"] is not None or not params["sort_eigenvalues"]:
+            raise CannotMergeError("`eigh` of some eigenvalues, or in any order")
+        axes = [a for a in ragged_axes(shape) if a >= len(shape) - 2]
+        x = self.masked(x, shape, axes, 0)
+        bound = 1 + 2 * lax.stop_gradient(jnp.abs(x).sum(-1).max(-1))[..., None, None]
+        size = x.shape[-1]
+        diagonal = jnp.diag(1 + jnp.arange(1, size + 1, dtype=bound.dtype) / size)
+        there = self.exists(shape, len(shape) - 1)
+        return bind_rows(eqn, [jnp.where(there, x, (bound * diagonal).astype(x.dtype))], self.size)
+
     def _triangular_solve(self, eqn, values, mixed):
         (x, b), (v, w) = values, eqn.invars
         b = self.masked(b, w.aval.shape, [a for i, a in mixed if i == 1], 0)
@@ -563,6 +576,7 @@ _RULES: dict[str, Callable] = {
     "sort": Padded._sort,
     "rev": Padded._reverse,
     "cholesky": Padded._cholesky,
+    "eigh": Padded._eigh,
     "triangular_solve": Padded._triangular_solve,
     "concatenate": Padded._concatenate,
     "tile": Padded._repeat,
