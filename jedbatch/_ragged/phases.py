@@ -335,12 +335,14 @@ class _PhaseFinder:
         if (pairs and not table) or cheap or all(is_key(v.aval.dtype) for v in eqn.outvars):
             self.rematerialized.update((v, eqn) for v in eqn.outvars)
             return
-        relates = any(map(_relates, new_reads))
+        computed = [self.rematerialized[v] for v in new_reads if v in self.rematerialized]
+        beside = any(_relates(v) for eqn in computed for v in eqn.outvars)  # as eigenvectors are
+        relates = beside or any(map(_relates, new_reads))
         kinds: list[Any]
         if self._is_by_index(eqn, bool(mixed)) and not relates:
             kinds = [BY_INDEX]
         else:
-            together = mixed or any(is_key(v.aval.dtype) for v in new_reads)
+            together = mixed or beside or any(is_key(v.aval.dtype) for v in new_reads)
             kinds = [None] if together else self._kinds_for(eqn, shares)
         after = max((self.where[v] for v in self._stored(new_reads)), default=-1)
         if table and self.table_phase is None:

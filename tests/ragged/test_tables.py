@@ -334,7 +334,17 @@ def from_the_right(params, given):
     return found.sum() + jax.scipy.linalg.cho_solve((upper.T, True), values).max()
 
 
-@pytest.mark.parametrize("fn", [gaussian_process, from_the_right])
+def spectrum(params, given):
+    """Functions of eigenvalues, the largest of them, and a filter by eigenvectors."""
+    points, values = given
+    apart = jnp.square(points[:, None] - points[None]).sum(-1)
+    graph = jnp.exp(-params * apart)
+    found, vectors = jnp.linalg.eigh(jnp.diag(graph.sum(0)) - graph + jnp.eye(points.shape[0]))
+    filtered = vectors @ (jnp.exp(-found)[:, None] * (vectors.T @ values))
+    return jnp.log(found).sum() + jnp.linalg.eigvalsh(graph)[-1] + filtered.sum()
+
+
+@pytest.mark.parametrize("fn", [gaussian_process, from_the_right, spectrum])
 def test_factors_and_triangular_systems(fn):
     one = jax.jit(fn)
     batched = jedbatch.batch(fn)
