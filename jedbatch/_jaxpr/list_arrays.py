@@ -275,7 +275,10 @@ class PaddedOperation:
         jaxpr = self._closed.jaxpr
         env: dict[Any, Array] = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
         env.update(zip(jaxpr.invars, arrays, strict=True))
-        run_equations(jaxpr.eqns, env, padded.run)
+        try:
+            run_equations(jaxpr.eqns, env, padded.run)
+        except NOT_FOR_ALL_LENGTHS as error:
+            raise CannotMergeError(f"JAX: {error}") from error
         return [value_of(v, env) for v in jaxpr.outvars]
 
 

@@ -24,7 +24,7 @@ COUNTS = [int(n) for n in np.random.default_rng(0).permutation(np.arange(2, 66))
 
 
 def concatenates(w, n):
-    return jnp.cumsum(jnp.concatenate([w * jnp.ones(2) * i for i in range(n)]))[-1]
+    return jnp.fft.fft(jnp.concatenate([w * jnp.ones(2) * i for i in range(n)])).real[-1]
 
 
 def powers(w, n):
@@ -41,7 +41,7 @@ SQUARES = [np.ones((n, 3), np.float32) for n in COUNTS]
 def attends(w, n):  # the list makes one type for each length, what is done with it more
     rows = jnp.concatenate([w * jnp.ones((2, 3)) * i for i in range(n)])
     hidden = jnp.diff(jnp.tanh(rows @ jnp.outer(jnp.arange(3.0), w * jnp.arange(3.0))), axis=0)
-    return (jnp.exp(hidden @ jnp.ones(3)) @ hidden).sum()
+    return (jnp.fft.fft(hidden @ jnp.ones(3)).real @ hidden).sum()
 
 
 CASES = {
@@ -49,13 +49,13 @@ CASES = {
         concatenates,
         COUNTS,
         ManyTypesWarning,
-        r"`concatenate` .*how many operands \w+ \w+ \(2 to 65\)",
+        r"`concatenate\S*` .*how many operands \w+ \w+ \(3 to 66\)",
     ),
     "lists": (
         attends,
         COUNTS,
         ManyTypesWarning,
-        r"`concatenate` .*how many operands .*a cell that is given its elements",
+        r"`concatenate\S*` .*how many operands .*a cell that is given its elements",
     ),
     "constants": (powers, COUNTS, ManyTypesWarning, "what they close over"),
     "shapes": (inverses, SQUARES, GroupedByShapesWarning, "shapes of what they read .*`lu` of"),

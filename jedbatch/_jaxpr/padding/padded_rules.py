@@ -168,6 +168,8 @@ class Padded:
             return [positions(self, eqn, out[0])] if name == "iota" else out
         if name in REDUCTIONS or name in CUMULATIVE_OPERATIONS or name == "top_k":
             return self._reduce(eqn, values, [a for _, a in mixed])
+        if name not in _RULES:
+            raise CannotMergeError(f"`{name}` of rows together")
         return _RULES[name](self, eqn, values, mixed)
 
     def _tile(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:

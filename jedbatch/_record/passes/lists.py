@@ -193,6 +193,7 @@ class StackedLists:
         call = _with_rows(pattern_call(registry, pattern, shared, leaving), leaving, unstacked)
         name = f"{types[0].name}..{types[-1].name}"
         call_spec = registry.call_spec(name, key, call, shared, kinds, user_code=False)
+        registry.lines[call_spec.node_type] = registry.lines.get(pattern.types[0], "")
         others = [0] * (len(kinds) - lists * length)
         if must_roll:
             roles: list[tuple] = [("input", k) for k in range(len(shared))]
