@@ -46,6 +46,7 @@ from jedbatch._jaxpr.list_values import (
     Whole,
 )
 from jedbatch._jaxpr.monoids import JOINED_BY, REDUCTIONS
+from jedbatch._jaxpr.padding.axis_rules import SCATTERS
 from jedbatch._jaxpr.padding.flat_programs import INSIDE
 from jedbatch._jaxpr.versions import ClosedProgram, Equation
 from jedbatch._support.types import Array
@@ -438,7 +439,7 @@ class Roller:
         if function is not None:
             run = lambda _, *xs: [function(*xs)]  # noqa: E731
             return self._array_operation(function, run, {}, operands, types)
-        if inner_programs(eqn) and name not in INSIDE:
+        if inner_programs(eqn) and name not in INSIDE and name not in SCATTERS:
             raise CannotRollError(f"`{name}` of all elements, which runs a program")
         primitive = eqn.primitive
 

@@ -35,7 +35,7 @@ def _flattened_inside(eqn: Equation) -> Any:
     return eqn.replace(params=params)
 
 
-_called = body_of("jit", "remat2", "checkpoint", "closed_call")
+called = body_of("jit", "remat2", "checkpoint", "closed_call")
 
 
 def _body(eqn: Equation) -> Any:
@@ -44,7 +44,7 @@ def _body(eqn: Equation) -> Any:
         return jax.make_jaxpr(lambda *xs: xs)(*map(shape_of, eqn.invars))
     own_rule = eqn.primitive.name == "custom_jvp_call"
     if not own_rule or is_elementwise(eqn) or not _is_ragged(eqn):
-        return _called(eqn)
+        return called(eqn)
     inner = eqn.params["call_jaxpr"]
     if not _is_softmax(inner):
         raise CannotMergeError("a function with a derivative of its own")

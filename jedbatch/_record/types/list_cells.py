@@ -33,6 +33,7 @@ from jedbatch._jaxpr.interpret import inlined
 from jedbatch._jaxpr.list_arrays import NumbersOf, NumbersOfLength, numbers_of_length
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
+from jedbatch._jaxpr.padding.flat_programs import called
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.cell import pause
 from jedbatch._record.identity.assumptions import Assumptions
@@ -198,7 +199,7 @@ class CellCalls:
         if roles is None:
             return None
         length = varying[0].length
-        program = inlined(operation_of(of).jaxpr)
+        program = inlined(operation_of(of).jaxpr, called)
         num_shared = len(of.shared)
         num_inputs = sum(role[0] == "input" for role in roles)
         shared: list[tuple] = [("input", num_inputs + k) for k in range(num_shared)]
