@@ -191,9 +191,10 @@ class ManyTypesWarning(PerformanceWarning):
     **Reason.** Nodes run together if they are of one type: the same operation, with operands of
     the same shapes, on the same weights. Types multiply where instances differ in the shapes of
     arrays, in the number of operands of an operation (`jnp.concatenate` of a Python list), or in
-    what operations close over. Cells that take lists share types whatever their lengths, if they
-    treat all elements alike; so do operations on `jnp.stack` of a list, and on rows or vectors put
-    together by `jnp.concatenate`, until no axis is as long as the list.
+    what operations close over. Cells that take lists share types whatever their lengths, if all
+    that differs are numbers that are polynomials of the length, and each operation has a rule for
+    elements that do not exist; so do operations on `jnp.stack` of a list, and on rows or vectors
+    put together by `jnp.concatenate`, until no axis is as long as the list.
 
     **Cure.** Put what is done with a list into a cell that takes the list. Pass what differs as an
     array that belongs to the instance, or as a positional argument of a cell. Fold lists by a cell

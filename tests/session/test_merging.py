@@ -1,6 +1,7 @@
 """Functions without cells, whose first minibatches say whether operations are merged."""
 
 import re
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -100,6 +101,25 @@ def test_a_model_without_cells_is_merged_before_anything_is_compiled():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
+def test_cells_of_lists_are_cells():
+    """Also where each node is of a type that is made of a cell's, for lists of many lengths."""
+
+    @jedbatch.cell
+    def document(params, states):
+        rows = jnp.stack(states)
+        return jax.nn.softmax(jnp.tanh(rows @ rows.T)) @ rows @ params["b"]
+
+    word = jedbatch.cell(lambda params, x: jnp.tanh(params["E"][x]))
+    fn = lambda params, words: document(params, [word(params, x) for x in words]).sum()  # noqa: E731
+    rng = np.random.default_rng(0)
+    minibatch = [rng.integers(20, size=n).tolist() for n in (300, 400, 310, 420, 330, 440)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoCellsWarning)
+        plan = jedbatch.batch(fn).plan(PARAMS, minibatch)
+    assert len(plan.graph.node_type) > 2048  # operations that would be warned of
+    assert len(plan.graph.present_types) == 2
+
+
 def test_small_minibatches_come_first():
     """One more program once enough has been met; what was planned before stays as it is."""
     batched = jedbatch.batch(encode)
