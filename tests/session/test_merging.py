@@ -99,8 +99,6 @@ def test_a_model_without_cells_is_merged_before_anything_is_compiled():
     assert len(batched.plan(PARAMS, few).graph.types) == num_types
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
 def test_cells_of_lists_are_cells():
     """Also where each node is of a type that is made of a cell's, for lists of many lengths."""
 
@@ -120,6 +118,8 @@ def test_cells_of_lists_are_cells():
     assert len(plan.graph.present_types) == 2
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
 def test_small_minibatches_come_first():
     """One more program once enough has been met; what was planned before stays as it is."""
     batched = jedbatch.batch(encode)
