@@ -220,7 +220,9 @@ class Roller:
         if positions and inner_programs(eqn) and known_function(eqn) is None:
             raise CannotRollError(f"`{name}` of an element, which runs a program")
         pairs = zip(eqn.invars, values, strict=True)
-        if any(isinstance(x, Whole) and v.aval.shape != self._type(x).shape for v, x in pairs):
+        if any(
+            isinstance(x, Whole) and v.aval.shape != self._expression(x).shape for v, x in pairs
+        ):
             raise CannotRollError(f"`{name}` of an element and an array of all")
         made = self._on_values(eqn, values)
         return [Element(i, *positions) if positions else Single(i) for i in made]
@@ -468,12 +470,13 @@ class Roller:
         """
         if not all(isinstance(x, Single | Whole | StackedElements) for x in operands):
             raise CannotRollError("an array of all elements meets a part of them")
-        others = [self._type(x).shape for x in operands if isinstance(x, Single)]
+        others = [self._expression(x).shape for x in operands if isinstance(x, Single)]
         if self._finds_axes and any(self.length in shape for shape in others):
             raise CannotRollError("an array of all elements meets one as long as the list")
         skeleton, numbers = split(params, self.expressions.key_of)
-        stacked = (StackedElements,)
-        rows = tuple(Rows(*x[1:]) if isinstance(x, stacked) else None for x in operands)
+        rows = tuple(
+            [Rows(x.axis, x.each) if isinstance(x, StackedElements) else None for x in operands]
+        )
         key = "array", key, skeleton, rows, self._num_operations
         self._num_operations += 1
         operation = ArrayOperation(run, params, rows)
@@ -496,7 +499,7 @@ class Roller:
         expression = Expression(True, (array.id,), of_one, dtype, row_of=axis)
         return self._row(eqn, self.expressions.add(("row of", axis), expression), axis)
 
-    def _type(self, x: Any) -> Expression:
+    def _expression(self, x: Any) -> Expression:
         return self.expressions.all[x.id]
 
     def _row(self, eqn: Equation, index: int, axis: int) -> Element:
