@@ -13,7 +13,7 @@ from cases.helpers import assert_close, check, compilations, mostly_slow
 
 import jedbatch
 from jedbatch._jaxpr.interpret import inlined
-from jedbatch._jaxpr.list_arrays import numbers_of_length
+from jedbatch._jaxpr.list_arrays import number_of_length, numbers_of_length
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.identity.primitives import Keys
@@ -155,6 +155,34 @@ def rolled(expressions, cell, length, counts, numbers=None):
 def parts(expressions):
     """The ids of the two leaves of a state."""
     return [expressions.given((2,), np.dtype(np.float32), "element", leaf) for leaf in range(2)]
+
+
+NUMBERS_OF_LENGTH = {
+    "the length": lambda n: n,
+    "a constant": lambda n: 7,
+    "one less": lambda n: n - 1,
+    "pairs": lambda n: 2 * n * n + 3 * n,
+    "a divisor": lambda n: np.float32(n + 1),
+    "one by it": lambda n: np.float32(1 / (n * n)),
+    "infinity": lambda n: np.float32(-np.inf),
+    "not a number": lambda n: np.float32(np.nan),
+}
+OTHER_NUMBERS = {
+    "half": lambda n: n // 2,
+    "a power": lambda n: 2**n,
+    "a root": lambda n: np.float32(np.sqrt(n)),
+    "by chance": lambda n: {3: 8}.get(n, n),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS_OF_LENGTH | OTHER_NUMBERS)
+def test_numbers_that_follow_from_the_length(name):
+    number = (NUMBERS_OF_LENGTH | OTHER_NUMBERS)[name]
+    known = number_of_length({n: number(n) for n in (2, 3, 5, 9)})
+    assert (known is not None) == (name in NUMBERS_OF_LENGTH)
+    if known is not None:
+        for n in (1, 4, 20, 1000):
+            np.testing.assert_allclose(float(known.at(n)), float(number(n)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("cell", mostly_slow(ALIKE, "child_sum", "end_to_end"))
