@@ -206,6 +206,8 @@ class Roller:
         if positions and name in ("stack", "concatenate"):
             return [self._put_together(eqn, values)]
         kinds = set(map(type, values))
+        if name == "unstack" and kinds & {StackedElements, Whole}:
+            return self._unstacked(eqn, *values)
         if StackedElements in kinds and Whole not in kinds:
             with contextlib.suppress(CannotRollError):
                 return self._stacked(eqn, values)
@@ -494,10 +496,31 @@ class Roller:
     def _row_of_array(self, eqn: Equation, array: Whole, axis: int) -> Element:
         """The row of one element, of an array of a row for each."""
         shape = eqn.outvars[0].aval.shape
-        of_one = (*shape[:axis], *shape[axis + 1 :])
-        dtype = eqn.outvars[0].aval.dtype
-        expression = Expression(True, (array.id,), of_one, dtype, row_of=axis)
-        return self._row(eqn, self.expressions.add(("row of", axis), expression), axis)
+        index = self._row_of(array, axis, (*shape[:axis], *shape[axis + 1 :]))
+        return self._row(eqn, index, axis)
+
+    def _row_of(self, array: Whole, axis: int, shape: tuple[int, ...]) -> int:
+        dtype = self._expression(array).dtype
+        expression = Expression(True, (array.id,), shape, dtype, row_of=axis)
+        return self.expressions.add(("row of", axis), expression)
+
+    def _unstacked(self, eqn: Equation, array: Any) -> list[Any]:
+        """The parts of an array along an axis."""
+        axis, params = eqn.params["axis"], dict(eqn.params)
+        is_of_rows = len(eqn.outvars) == self.length
+        if isinstance(array, Whole) and is_of_rows:
+            index = self._row_of(array, axis, eqn.outvars[0].aval.shape)
+            return [Element(index, k) for k in range(self.length)]
+        if isinstance(array, Whole) or (axis == array.axis and array.each is not None):
+            return self._on_arrays(eqn, [array])
+        if axis == array.axis:
+            return [Element(array.id, k) for k in range(self.length)]
+        place = array.axis - (axis < array.axis)
+        params["axis"] = axis - (axis > array.axis and array.each is None)
+        run = lambda x: list(eqn.primitive.bind(x, **params))  # noqa: E731
+        key = eqn.primitive, self.expressions.key_of(params)
+        made = self.expressions.operation(key, run, [array.id])
+        return [StackedElements(i, place, array.each) for i in made]
 
     def _expression(self, x: Any) -> Expression:
         return self.expressions.all[x.id]

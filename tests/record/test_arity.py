@@ -104,7 +104,17 @@ def neighbours(w, x, *states):
     return steps * every.sum(0), last + jnp.sort(pairs, axis=0)[-1] / pairs.shape[0]
 
 
+def one_by_one(w, x, *states):
+    """Rows of a stack, rows of what becomes of all of it, and its columns."""
+    h = jnp.stack([h for h, _ in states])
+    mixed = jax.nn.softmax(h @ h.T) @ h
+    read = sum(jnp.tanh(row @ w) for row in jnp.unstack(mixed)) + sum(jnp.unstack(jnp.sin(h)))
+    first, second = jnp.unstack(h, axis=1)
+    return read, jnp.stack([first.sum(), second.max()]) * x
+
+
 ALIKE = [
+    one_by_one,
     child_sum,
     attention,
     means,
