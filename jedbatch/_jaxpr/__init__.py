@@ -43,10 +43,10 @@ Read in this order:
 26. `padding.padded_rules`: Running equations for one instance whose arrays are padded.
 27. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-28. `list_arrays`: Operations on arrays that are made of all elements of a list.
-29. `list_expressions`: Expressions of programs of lists of any length.
-30. `list_values`: The values of a program of a list, as what they are for lists of any length (see
+28. `list_values`: The values of a program of a list, as what they are for lists of any length (see
    `rolling`).
+29. `list_arrays`: Operations on arrays that are made of all elements of a list.
+30. `list_expressions`: Expressions of programs of lists of any length.
 31. `rolling`: Programs of a list of values as programs of lists of any length.
 32. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.

@@ -12,7 +12,6 @@ padded arrays (see `padding.padded_rules`) run it where there is room for more e
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -21,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from jedbatch._jaxpr.interpret import run_equations, value_of
+from jedbatch._jaxpr.interpret import interpret
+from jedbatch._jaxpr.list_values import StackedElements
 from jedbatch._jaxpr.padding.axis_rules import MAKE_MORE, CannotMergeError, mixed_axes
 from jedbatch._jaxpr.padding.flat_programs import flattened
 from jedbatch._jaxpr.padding.padded_rules import Padded
@@ -31,7 +31,6 @@ from jedbatch._support.types import Array, AxisSize
 
 LENGTH = "n"  # the symbol of the length
 MAX_DEGREE = 2  # of polynomials
-ROUNDING = 1e-3  # of one by a number
 # What JAX says of operations that it cannot trace for all lengths.
 NOT_FOR_ALL_LENGTHS = (
     TypeError,
@@ -44,18 +43,6 @@ Numbers = tuple[Any, ...]  # of one operation, in order
 NumbersOf = Mapping[int, Numbers]  # by expressions
 
 
-class Rows(NamedTuple):
-    """How the values of all elements are one array.
-
-    Attributes:
-      axis: along which elements are.
-      each: rows along it that every element has; None if an element has no such axis.
-    """
-
-    axis: int
-    each: int | None
-
-
 @dataclass(frozen=True, eq=False)
 class ArrayOperation:
     """An operation on arrays whose shapes depend on the length of a list.
@@ -63,12 +50,12 @@ class ArrayOperation:
     Attributes:
       run: of the parameters and the operands, returns a list of results.
       params: its parameters in some program.
-      rows: for each operand, how it is made of the elements' values; None if it is an array.
+      rows: for each operand, how elements are stacked in it; None if it is an array.
     """
 
     run: Callable[..., Sequence[Any]]
     params: Mapping[str, Any]
-    rows: tuple[Rows | None, ...]
+    rows: tuple[StackedElements | None, ...]
 
 
 class NumberOfLength(NamedTuple):
@@ -91,28 +78,21 @@ class NumberOfLength(NamedTuple):
                 value = value + c * length**power
         return 1 / value if self.divides else value
 
+    def is_at(self, numbers: Mapping[int, Any]) -> bool:
+        """Returns whether these are the numbers for some lengths, to the last bit."""
+        return all(_bits(x) == _bits(_like(self.at(n), x)) for n, x in numbers.items())
 
-def split(value: Any, key_of: Callable[[Any], Hashable]) -> tuple[Hashable, Numbers]:
+
+def split(params: Mapping[str, Any], key_of: Callable[[Any], Hashable]) -> tuple[Hashable, Numbers]:
     """(what is left of parameters without their numbers, the numbers)."""
-    if type(value) is int:
-        return "number", (value,)
-    if type(value) in (tuple, dict):
-        parts = sorted(value.items()) if type(value) is dict else value
-        split_parts = [split(x, key_of) for x in parts]
-        skeletons = tuple([skeleton for skeleton, _ in split_parts])
-        return (type(value), *skeletons), tuple([x for _, numbers in split_parts for x in numbers])
-    return key_of(value), ()
+    leaves, structure = jax.tree.flatten(dict(params))
+    others = [None if type(x) is int else key_of(x) for x in leaves]
+    return (structure, *others), tuple([x for x in leaves if type(x) is int])
 
 
-def joined(value: Any, numbers: Iterator[Any]) -> Any:
+def joined(params: Mapping[str, Any], numbers: Iterator[Any]) -> dict[str, Any]:
     """Parameters with other numbers, which are taken in the order of `split`."""
-    if type(value) is int:
-        return next(numbers)
-    if type(value) is dict:
-        return {name: joined(value[name], numbers) for name in sorted(value)}
-    if type(value) is tuple:
-        return tuple([joined(x, numbers) for x in value])
-    return value
+    return jax.tree.map(lambda x: next(numbers) if type(x) is int else x, dict(params))
 
 
 def number_of_length(numbers: Mapping[int, Any]) -> NumberOfLength | None:
@@ -128,14 +108,12 @@ def number_of_length(numbers: Mapping[int, Any]) -> NumberOfLength | None:
     for divides in (False, True):
         if divides and (type(values[0]) is int or not all(values)):
             continue
-        points = {n: 1 / x.item() if divides else x for n, x in numbers.items()}
-        whole = {n: round(float(x)) for n, x in points.items()}
-        if all(abs(whole[n] - x) <= ROUNDING for n, x in points.items()):
-            found = NumberOfLength(_polynomial(whole), divides)
-            if all(map(_is_integer, found.coefficients)) and all(
-                _bits(x) == _bits(_like(found.at(n), x)) for n, x in numbers.items()
-            ):
-                return NumberOfLength(tuple(int(c) for c in found.coefficients), divides)
+        points = {n: 1 / x.item() if divides else float(x) for n, x in numbers.items()}
+        degree = min(MAX_DEGREE, len(points) - 1)
+        fitted = np.polynomial.polynomial.polyfit(list(points), list(points.values()), degree)
+        found = NumberOfLength(tuple(round(c) for c in fitted.tolist()), divides)
+        if found.is_at(numbers):
+            return found
     return None
 
 
@@ -147,29 +125,8 @@ def _like(value: Any, x: Any) -> Any:
     return x.dtype.type(float(value)) if isinstance(x, np.generic) else value
 
 
-def _is_integer(x: Fraction) -> bool:
-    return x.denominator == 1
-
-
-def _polynomial(points: Mapping[int, int]) -> tuple[Fraction, ...]:
-    """The coefficients of the polynomial of least degree through the first points."""
-    xs = list(points)[: MAX_DEGREE + 1]
-    coefficients = [Fraction(0)] * len(xs)
-    differences = [Fraction(points[x]) for x in xs]
-    basis = [Fraction(1)]
-    for k in range(len(xs)):  # Newton's form
-        for power, c in enumerate(basis):
-            coefficients[power] += differences[0] * c
-        basis = [Fraction(0), *basis]
-        for power in range(len(basis) - 1):
-            basis[power] -= xs[k] * basis[power + 1]
-        pairs = zip(differences, differences[1:], xs, xs[k + 1 :], strict=False)
-        differences = [(b - a) / (y - x) for a, b, x, y in pairs]
-    return tuple(coefficients)
-
-
 class NumbersOfLength(NamedTuple):
-    """What the numbers of programs of lists are of the length.
+    """The numbers of programs of lists, as they depend on the length.
 
     Attributes:
       least: the least length of a program from which that is known.
@@ -182,7 +139,7 @@ class NumbersOfLength(NamedTuple):
     def agree(self, length: int, numbers: NumbersOf) -> bool:
         """Returns whether numbers of a program are those that are known of its length."""
         return self.of.keys() == numbers.keys() and all(
-            _bits(x) == _bits(_like(known.at(length), x))
+            known.is_at({length: x})
             for operation, own in self.of.items()
             for known, x in zip(own, numbers[operation], strict=True)
         )
@@ -222,7 +179,7 @@ class PaddedOperation:
     Args:
       operation: the operation.
       numbers: those of its parameters.
-      shapes: of its operands, where elements have a value each those of one; and dtypes.
+      operands: their shapes and dtypes; where elements are stacked, those of one.
       length: the symbol of the length.
 
     Attributes:
@@ -241,7 +198,7 @@ class PaddedOperation:
     ):
         self._operation = operation
         extents = [x.at(length) for x in numbers]
-        params = joined(dict(operation.params), iter(extents))
+        params = joined(operation.params, iter(extents))
         avals = [
             x if rows is None else _of_all(x, rows, length)
             for x, rows in zip(operands, operation.rows, strict=True)
@@ -269,20 +226,16 @@ class PaddedOperation:
         """
         padded = Padded({LENGTH: capacity}, {LENGTH: length}, self._guarded, positioned=None)
         arrays = [
-            x if rows is None else as_one_array(x, rows)
+            x if rows is None else _as_one_array(x, rows)
             for x, rows in zip(values, self._operation.rows, strict=True)
         ]
-        jaxpr = self._closed.jaxpr
-        env: dict[Any, Array] = dict(zip(jaxpr.constvars, self._closed.consts, strict=True))
-        env.update(zip(jaxpr.invars, arrays, strict=True))
         try:
-            run_equations(jaxpr.eqns, env, padded.run)
+            return interpret(self._closed.jaxpr, self._closed.consts, arrays, padded.run)
         except NOT_FOR_ALL_LENGTHS as error:
             raise CannotMergeError(f"JAX: {error}") from error
-        return [value_of(v, env) for v in jaxpr.outvars]
 
 
-def as_one_array(x: Array, rows: Rows) -> Array:
+def _as_one_array(x: Array, rows: StackedElements) -> Array:
     """The values of all elements, x[0], x[1], ..., as one array."""
     x = jnp.moveaxis(x, 0, rows.axis)
     if rows.each is None:
@@ -295,7 +248,9 @@ def as_one_array(x: Array, rows: Rows) -> Array:
     return lax.reshape(x, (*before, count * each, *after))
 
 
-def _of_all(x: jax.ShapeDtypeStruct, rows: Rows, length: AxisSize) -> jax.ShapeDtypeStruct:
+def _of_all(
+    x: jax.ShapeDtypeStruct, rows: StackedElements, length: AxisSize
+) -> jax.ShapeDtypeStruct:
     before, after = x.shape[: rows.axis], x.shape[rows.axis :]
     if rows.each is None:
         return jax.ShapeDtypeStruct((*before, length, *after), x.dtype)

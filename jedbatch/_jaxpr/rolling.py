@@ -35,7 +35,7 @@ from jedbatch._jaxpr.interpret import (
     run_equation,
 )
 from jedbatch._jaxpr.known_functions import known_function
-from jedbatch._jaxpr.list_arrays import ArrayOperation, Numbers, Rows, split
+from jedbatch._jaxpr.list_arrays import ArrayOperation, Numbers, split
 from jedbatch._jaxpr.list_expressions import LENGTHS, Expression, Expressions
 from jedbatch._jaxpr.list_values import (
     CannotRollError,
@@ -476,9 +476,7 @@ class Roller:
         if self._finds_axes and any(self.length in shape for shape in others):
             raise CannotRollError("an array of all elements meets one as long as the list")
         skeleton, numbers = split(params, self.expressions.key_of)
-        rows = tuple(
-            [Rows(x.axis, x.each) if isinstance(x, StackedElements) else None for x in operands]
-        )
+        rows = tuple([x if isinstance(x, StackedElements) else None for x in operands])
         key = "array", key, skeleton, rows, self._num_operations
         self._num_operations += 1
         operation = ArrayOperation(run, params, rows)
