@@ -98,9 +98,11 @@ def joined(params: Mapping[str, Any], numbers: Iterator[Any]) -> dict[str, Any]:
 def number_of_length(numbers: Mapping[int, Any]) -> NumberOfLength | None:
     """Returns what a number is of the length, given by length; None if it is not known to be any.
 
-    Either integers or NumPy's numbers of one dtype.
+    Either integers or NumPy's numbers of one dtype. What a number is of one length is a guess.
     """
     values = list(numbers.values())
+    if len(values) == 1:
+        return _guessed(*numbers, *values)
     if len({_bits(x) for x in values}) == 1:
         return NumberOfLength((values[0],))
     if isinstance(values[0], np.generic) and not np.isfinite(values).all():
@@ -117,6 +119,16 @@ def number_of_length(numbers: Mapping[int, Any]) -> NumberOfLength | None:
     return None
 
 
+def _guessed(length: int, number: Any) -> NumberOfLength:
+    """The length, one less or more, a multiple, or one by it, if it is equal to one of these."""
+    guesses = [NumberOfLength((k, 1)) for k in (0, -1, 1)]
+    if type(number) is int and number % length == 0:
+        guesses.append(NumberOfLength((0, number // length)))
+    if isinstance(number, np.floating):
+        guesses.append(NumberOfLength((0, 1), divides=True))
+    return next((x for x in guesses if x.is_at({length: number})), NumberOfLength((number,)))
+
+
 def _bits(x: Any) -> Hashable:
     return x.tobytes() if isinstance(x, np.generic) else x
 
@@ -131,10 +143,12 @@ class NumbersOfLength(NamedTuple):
     Attributes:
       least: the least length of a program from which that is known.
       of: the numbers, by operations.
+      are_guessed: whether they are of programs of one length.
     """
 
     least: int = 1
     of: Mapping[int, Sequence[NumberOfLength]] = MappingProxyType({})
+    are_guessed: bool = False
 
     def agree(self, length: int, numbers: NumbersOf) -> bool:
         """Returns whether numbers of a program are those that are known of its length."""
@@ -155,11 +169,8 @@ NO_NUMBERS = NumbersOfLength()
 def numbers_of_length(programs: Mapping[int, NumbersOf]) -> NumbersOfLength | None:
     """Returns what the numbers of each operation are of the length; None if some are not known.
 
-    `programs` has those of the programs of lists, by their lengths. One program says nothing of
-    numbers.
+    `programs` has those of the programs of lists, by their lengths.
     """
-    if len(programs) == 1 and any(next(iter(programs.values())).values()):
-        return None
     found: dict[int, Sequence[NumberOfLength]] = {}
     for operation in next(iter(programs.values())):
         own = [numbers[operation] for numbers in programs.values()]
@@ -170,7 +181,7 @@ def numbers_of_length(programs: Mapping[int, NumbersOf]) -> NumbersOfLength | No
         found[operation] = [x for x in known if x is not None]
         if len(found[operation]) < len(known):
             return None
-    return NumbersOfLength(min(programs), found)
+    return NumbersOfLength(min(programs), found, len(programs) == 1)
 
 
 class PaddedOperation:

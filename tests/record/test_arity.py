@@ -357,6 +357,23 @@ def test_elements_that_meet_each_other_are_few_types(cell):
     assert types_of(batched.plan(W, many)) <= 5
 
 
+def test_long_lists_share_a_type_as_soon_as_they_are_met():
+    """Numbers of one length are guessed: 70 of 70 elements may be all of them, or the first 70."""
+
+    @jedbatch.cell
+    def node(w, states):
+        rows = jnp.stack(states)
+        steps = jnp.sort(rows, axis=0)[1:] - rows[:-1]
+        return (steps * steps.shape[0]).max(0) + rows[:70].sum(0) @ w
+
+    fn = lambda w, count: node(w, [w[0] * jnp.sin(k + 1.0) for k in range(count)])  # noqa: E731
+    batched = jedbatch.batch(fn)
+    for counts, most in (([70, 70], 1), ([80], 1), ([85, 79], 1), ([70, 90, 75], 2)):
+        assert_close(batched(W, counts), jnp.stack([fn(W, n) for n in counts]), rtol=1e-5)
+        types = batched.plan(W, counts).graph
+        assert sum(types.types[t].name == "node" for t in types.present_types) <= most
+
+
 def test_what_is_another_program_for_some_lengths_is_no_list():
     """Numbers that do not follow from the length, and operations that only some lengths have."""
 

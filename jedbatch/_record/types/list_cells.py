@@ -164,13 +164,15 @@ class CellCalls:
 
     def _fitting(self, key: Any, same: Sequence[Rolled], counts: bool) -> list[Rolled]:
         """Returns the types of a key whose numbers are what they are known to be of the length."""
-        if key not in self._numbers:
-            of_lengths = {r.length: r.numbers[counts] for r in same}
-            known = numbers_of_length(of_lengths)
-            if known is None:
-                return []
-            self._numbers[key] = known
-        return [r for r in same if self._numbers[key].agree(r.length, r.numbers[counts])]
+        known = self._numbers.get(key)
+        agree = known and all(known.agree(r.length, r.numbers[counts]) for r in same)
+        if known is None or (known.are_guessed and not agree):
+            found = numbers_of_length({r.length: r.numbers[counts] for r in same})
+            if found is not None:
+                self._numbers[key] = known = found
+                padded = self.padded_types.items()
+                self.padded_types = {k: t for k, t in padded if k[0] != key}  # of a guess
+        return [r for r in same if known and known.agree(r.length, r.numbers[counts])]
 
     def _is_of_one(self, single: Rolled, key: Any) -> bool:
         """Returns whether a type of lists of one element is what a key says of such lists."""
