@@ -141,12 +141,13 @@ class NumbersOfLength(NamedTuple):
     """The numbers of programs of lists, as they depend on the length.
 
     Attributes:
-      least: the least length of a program from which that is known.
+      least, longest: the lengths of the programs from which that is known.
       of: the numbers, by operations.
       are_guessed: whether they are of programs of one length.
     """
 
     least: int = 1
+    longest: int = 1
     of: Mapping[int, Sequence[NumberOfLength]] = MappingProxyType({})
     are_guessed: bool = False
 
@@ -158,9 +159,11 @@ class NumbersOfLength(NamedTuple):
             for known, x in zip(own, numbers[operation], strict=True)
         )
 
-    def symbol(self) -> AxisSize:
-        """Returns a symbol for the length."""
-        return make_symbol(LENGTH, export.SymbolicScope([f"{LENGTH} >= {self.least}"]))
+    def symbol(self, most: int | None = None) -> AxisSize:
+        """Returns a symbol for the length, which is `most` at most."""
+        known = [f"{LENGTH} >= {self.least}"]
+        known += [] if most is None else [f"{LENGTH} <= {most}"]
+        return make_symbol(LENGTH, export.SymbolicScope(known))
 
 
 NO_NUMBERS = NumbersOfLength()
@@ -181,7 +184,7 @@ def numbers_of_length(programs: Mapping[int, NumbersOf]) -> NumbersOfLength | No
         found[operation] = [x for x in known if x is not None]
         if len(found[operation]) < len(known):
             return None
-    return NumbersOfLength(min(programs), found, len(programs) == 1)
+    return NumbersOfLength(min(programs), max(programs), found, len(programs) == 1)
 
 
 class PaddedOperation:

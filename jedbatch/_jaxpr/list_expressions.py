@@ -25,7 +25,7 @@ from jedbatch._jaxpr.list_arrays import (
 from jedbatch._jaxpr.list_reductions import reduced, without_others
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._support.types import Array, Dtype
+from jedbatch._support.types import Array, AxisSize, Dtype
 
 LENGTHS = ("length", "one by the length")  # numbers that expressions may be
 
@@ -349,9 +349,25 @@ class Expressions:
         parts: Sequence[int],
         numbers: NumbersOfLength,
     ) -> dict[ArrayOperation, PaddedOperation]:
-        """Returns the operations on arrays of all elements with room for more of them."""
+        """Returns the operations on arrays of all elements with room for more of them.
+
+        JAX may have to know that a table has rows for all. Those for longer lists have the same
+        operations only if it has.
+        """
+        try:
+            return self._padded_for(results, parts, numbers, numbers.symbol())
+        except CannotMergeError:
+            return self._padded_for(results, parts, numbers, numbers.symbol(numbers.longest))
+
+    def _padded_for(
+        self,
+        results: Sequence[int],
+        parts: Sequence[int],
+        numbers: NumbersOfLength,
+        length: AxisSize,
+    ) -> dict[ArrayOperation, PaddedOperation]:
+        """Does so for a symbol of the length."""
         padded: dict[ArrayOperation, PaddedOperation] = {}
-        length = numbers.symbol()
         types: dict[int, Any] = {}
         for index in self._read_by(results, parts):
             x = self.all[index]

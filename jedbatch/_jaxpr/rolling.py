@@ -10,7 +10,8 @@ What can be rolled: functions of one element and of values that are no elements;
 maxima, minima and logical reductions of elements in order; arrays that stack one row for each
 element, or put elements together along an axis of theirs, row-wise operations, reductions and
 products over their rows; lists of results, of one for each element; numbers that are the length, or
-one divided by it; and any other operation on such arrays, as far as programs of other lengths
+one divided by it; as many rows of a table, or numbers such as those of `np.arange(n)`, as there are
+elements; and any other operation on such arrays, as far as programs of other lengths
 differ in numbers that are polynomials of the length (see `list_arrays`). All else, such as elements
 that meet each other by themselves, raises `CannotRollError`. A program
 of one element has no reductions to be seen; whether it is what a rolled one does with one element
@@ -19,7 +20,7 @@ is found out by comparing the two (`list_expressions.Expressions.is_of_one`).
 
 import contextlib
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -51,8 +52,9 @@ from jedbatch._jaxpr.padding.flat_programs import INSIDE
 from jedbatch._jaxpr.versions import ClosedProgram, Equation
 from jedbatch._support.types import Array
 
+REPEATED = "iota", "broadcast_in_dim"  # what makes rows of nothing, or of one
+TAKEN = "slice", "dynamic_slice"  # and of those of a table
 CHAINS = {x: x for x in JOINED_BY} | {"add_any": "add"}  # by operation
-REPEATED = ("iota", "broadcast_in_dim")  # what makes rows of nothing, or of one
 
 
 class Roller:
@@ -96,7 +98,8 @@ class Roller:
             self.env[v] = Element(index, *position) if position else Single(index)
         self._picked = _picked_rows(self.jaxpr.eqns)
         for v, const in zip(self.jaxpr.constvars, program.consts, strict=True):
-            self.env[v] = self._constant(Same(const), const)
+            progression = self._progression(const, v.aval) if counts else None
+            self.env[v] = progression or self._constant(Same(const), const)
 
     def results(self, listed: int = 0) -> tuple[int, ...]:
         """The ids of the results, which are of the element if the list has one only.
@@ -115,6 +118,22 @@ class Roller:
         return Single(
             self.expressions.add(("constant", key), Expression(False, (), shape, dtype, run))
         )
+
+    def _progression(self, const: Any, aval: Any) -> Whole | None:
+        """Numbers as many as elements, each so much more than the last, such as `np.arange(n)`."""
+        if np.shape(const) != (self.length,) or self.length < 2 or aval.dtype.kind not in "biuf":
+            return None
+        first, second, *_ = values = np.asarray(const).astype(float).tolist()
+        step = second - first
+        if values != [first + k * step for k in range(len(values))] or first % 1 or step % 1:
+            return None
+
+        def run(params: Mapping[str, Any]) -> list[Array]:
+            places = lax.iota(jnp.int32, params["count"])
+            return [(params["first"] + params["step"] * places).astype(aval.dtype)]
+
+        params = {"first": int(first), "step": int(step), "count": self.length}
+        return self._array_operation(("progression", aval.dtype), run, params, [], [aval])[0]
 
     def _read(self, atom: Any) -> Any:
         """The value that a variable or literal stands for."""
@@ -213,7 +232,7 @@ class Roller:
                 return self._stacked(eqn, values)
         if kinds & {StackedElements, Whole} and not positions:
             return self._on_arrays(eqn, values)
-        if self.counts and not positions and _says_length(eqn, self.length):
+        if self.counts and not positions and _makes_length(eqn, self.length):
             return self._on_arrays(eqn, values)
         if StackedElements in kinds:
             raise CannotRollError(f"`{name}` of one element and all")
@@ -620,16 +639,15 @@ class Roller:
         return (*shape, self.length) if lacks_one else shape
 
 
-def _says_length(eqn: Equation, length: int) -> bool:
-    """Returns whether an operation counts or repeats something up to the length of a list."""
-    if eqn.primitive.name not in REPEATED:
+def _makes_length(eqn: Equation, length: int) -> bool:
+    """Returns whether an operation makes so many rows as a list has elements.
+
+    It counts or repeats them, or takes them from a table; a single row says little.
+    """
+    if eqn.primitive.name not in (REPEATED if length == 1 else (*REPEATED, *TAKEN)):
         return False
-    shape = list(eqn.params["shape"])
-    if eqn.primitive.name == "broadcast_in_dim":
-        before = eqn.invars[0].aval.shape
-        for n, axis in zip(before, eqn.params["broadcast_dimensions"], strict=True):
-            shape[axis] = None if n == shape[axis] else shape[axis]
-    return length in shape
+    made = sum(v.aval.shape.count(length) for v in eqn.outvars)
+    return made > sum(x.aval.shape.count(length) for x in eqn.invars)
 
 
 def _picked_rows(equations: Sequence[Equation]) -> dict[int, int]:

@@ -104,6 +104,16 @@ def neighbours(w, x, *states):
     return steps * every.sum(0), last + jnp.sort(pairs, axis=0)[-1] / pairs.shape[0]
 
 
+def by_table(w, x, *states):
+    """As many rows of a table as there are elements, and as many numbers."""
+    h, c = (jnp.stack(parts) for parts in zip(*states, strict=True))
+    n = len(states)
+    table = jnp.outer(jnp.sin(jnp.arange(40.0)), w[0])
+    near = h * table[:n] + table[-n:][::-1]
+    far = jax.lax.dynamic_slice_in_dim(table, 2, n) * table[np.arange(n)]
+    return (near + far).sum(0), x * (np.arange(n, 0, -1, dtype=np.float32) @ c)
+
+
 def one_by_one(w, x, *states):
     """Rows of a stack, rows of what becomes of all of it, and its columns."""
     h = jnp.stack([h for h, _ in states])
@@ -114,6 +124,7 @@ def one_by_one(w, x, *states):
 
 
 ALIKE = [
+    by_table,
     one_by_one,
     child_sum,
     attention,
@@ -195,7 +206,7 @@ def test_numbers_that_follow_from_the_length(name):
             np.testing.assert_allclose(float(known.at(n)), float(number(n)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("cell", mostly_slow(ALIKE, "child_sum", "end_to_end"))
+@pytest.mark.parametrize("cell", mostly_slow(ALIKE, "child_sum", "end_to_end", "by_table"))
 def test_programs_of_lists_are_rolled_up(cell):
     expressions = Expressions(Keys().params_key)
     numbers = {}
@@ -340,7 +351,9 @@ def test_many_lengths_are_few_types():
     assert types_of(batched.plan(W, many)) == types_of(batched.plan(W, [*few, *many])) == 4
 
 
-MIXING = mostly_slow([self_attention, neighbours, one_more, side_by_side], "self_attention")
+MIXING = mostly_slow(
+    [self_attention, by_table, neighbours, one_more, side_by_side], "self_attention", "by_table"
+)
 
 
 @pytest.mark.parametrize("cell", MIXING)

@@ -151,7 +151,8 @@ class Padded:
         if name == "dim_as_value":
             return [self.length(eqn.params["dim"]).astype(eqn.outvars[0].aval.dtype)]
         if is_look_up(eqn):
-            return [self._look_up(eqn, values)]
+            rule = Padded._look_up if name == "gather" else _RULES[name]
+            return rule(self, eqn, values, [])
         if runs_inside(eqn):
             return LOOPS[name](self, eqn, values)
         mixed = mixed_axes(eqn)
@@ -194,13 +195,13 @@ class Padded:
         x = jnp.broadcast_to(x, substituted(tuple(shape), self.size))
         return self.masked(x, shape, ragged_axes(shape), 1)
 
-    def _look_up(self, eqn: Equation, values: Sequence[jax.Array]) -> Array:
+    def _look_up(self, eqn, values, mixed):
         (axis,) = ragged_axes(eqn.outvars[0].aval.shape)
         extent = eqn.outvars[0].aval.shape[axis]
         last = jnp.maximum(self.length(extent) - 1, 0)
         positions = jnp.minimum(lax.iota(jnp.int32, self.size(extent)), last)
         rows = jax.vmap(lambda position: look_up(eqn, values, position))(positions)
-        return jnp.moveaxis(lax.squeeze(rows, (axis + 1,)), 0, axis)
+        return [jnp.moveaxis(lax.squeeze(rows, (axis + 1,)), 0, axis)]
 
     def _reduce(
         self, eqn: Equation, values: Sequence[jax.Array], axes: Sequence[int]
@@ -271,7 +272,8 @@ class Padded:
         (x,), params, out = values, eqn.params, eqn.outvars[0].aval.shape
         starts, limits = list(params["start_indices"]), list(params["limit_indices"])
         strides = list(params["strides"] or (1,) * len(starts))
-        for _, axis in mixed:
+        of_tables = set(ragged_axes(out)).difference(ragged_axes(eqn.invars[0].aval.shape))
+        for axis in of_tables.union(axis for _, axis in mixed):
             steps = strides[axis] * lax.iota(jnp.int32, self.size(out[axis]))
             x = self._take(x, self.length(starts[axis]) + steps, axis)
             starts[axis], limits[axis], strides[axis] = 0, out[axis], 1
@@ -280,7 +282,8 @@ class Padded:
 
     def _dynamic_slice(self, eqn, values, mixed):
         (x, *starts), sizes = values, list(eqn.params["slice_sizes"])
-        for _, axis in mixed:
+        of_tables = set(ragged_axes(sizes)).difference(ragged_axes(eqn.invars[0].aval.shape))
+        for axis in of_tables.union(axis for _, axis in mixed):
             last_start = self.length(eqn.invars[0].aval.shape[axis]) - self.length(sizes[axis])
             sizes[axis] = self.size(sizes[axis])
             steps = lax.iota(jnp.int32, sizes[axis])
