@@ -151,7 +151,7 @@ PROGRAMS = {
     by_number: 13,
     by_number_backwards: 7,
     in_order: 11,
-    ranked: 6,
+    ranked: 7,
 }
 
 

@@ -178,30 +178,6 @@ def test_nothing_is_kept_of_minibatches_that_were_differentiated(derivative):
 # --- what had no bound ---
 
 
-@pytest.mark.filterwarnings("ignore::jedbatch.errors.GrowingTypesWarning")
-def test_templates_of_stacked_lists():
-    """Operations on lists that each instance says."""
-
-    def fn(p, instance):
-        kinds, length = instance
-        rows = jnp.stack([LEAF(p, i) for i in range(length)])
-        for kind in kinds:
-            rows = jnp.sin(rows) if kind else jnp.tanh(rows)
-        return rows.sum()
-
-    kinds = [tuple(k >> i & 1 for i in range(5)) for k in range(32)]
-    kept = []
-    for most in (1 << 30, 200_000):
-        batched = jedbatch.batch(fn, cache_bytes=most)
-        for k in kinds:
-            instances = [(k, 2), (k, 4)]
-            plan = batched.plan(P, instances, gradient=False)
-            assert session_of(batched).registry.budget.bytes <= most
-        kept.append(len(session_of(batched).records.lists._templates))
-        assert_close(batched.apply(P, plan), loop(fn, P, instances), 1e-5)
-    assert kept[0] >= 32 > kept[1] > 0
-
-
 def test_ways_of_shared_operands():
     """A cell that gets any of many shared arrays, or values, in each of three places."""
     add = jedbatch.cell(lambda x, y, z: x + 2 * y + 3 * z, name="add")

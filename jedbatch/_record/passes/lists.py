@@ -7,10 +7,7 @@ an axis as long as the list, become one node that reads the elements. Such nodes
 calls of cells that take lists do (see `_record.types.list_cells`).
 
 If another extent, such as that of the elements, happens to equal the length, programs are rolled up
-to see which axis is that of the list. Programs that cannot be rolled up are told by extents, and
-operations that have nothing to do with the list would be merged as well. So operations found with
-lists of two lengths are a *template*, and lists of all other lengths are taken to be used like this
-where the operations are the same.
+to see which axis is that of the list; programs that cannot be rolled up are told by extents.
 
 Where rows of a list's results are read one by one (`softmax(jnp.stack(scores))[k]`), the node
 has a result for each element, and `value[k]` is one of them.
@@ -26,9 +23,8 @@ way, if two lists wait for each other's results, or if it meets arrays whose len
 instance to instance, which run packed (see `_ragged`).
 """
 
-import bisect
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -47,25 +43,7 @@ from jedbatch._record.passes.patterns import Pattern, pattern_call
 from jedbatch._record.types.list_cells import LONG
 from jedbatch._record.types.registry import CallSpec, Registry
 from jedbatch._record.types.shared_operands import STACKS
-from jedbatch._support.caches import Memory
 from jedbatch._support.types import Leaf
-
-STEP_BYTES = 1 << 9  # of an operation in a template, about
-
-
-class ListTemplate(NamedTuple):
-    """Operations on lists, whatever their length.
-
-    Attributes:
-      steps: for each operation its name, and what it reads: a value made by those before, or -1. Of
-        stacks what they read is left out.
-      leaving: the values made that are read elsewhere or returned, as bits.
-      unstacked: those of them of which single rows are read, as bits.
-    """
-
-    steps: tuple[tuple[str, tuple[int, ...]], ...]
-    leaving: int
-    unstacked: int
 
 
 class StackedLists:
@@ -84,9 +62,6 @@ class StackedLists:
         self._family: dict[int, Hashable] = {}  # what stacks that differ in length have in common
         self._num_uses: dict[Hashable, dict[int, set[int]]] = {}  # and lengths, by the number
         self._call_specs: dict[Hashable, CallSpec | None] = {}
-        self._templates: Memory = Memory(  # the lengths they were found with
-            None, registry.budget, _bytes_of_template
-        )
         self.axes = ListAxes(registry)
 
     def merge(self, graph: Graph) -> Graph:
@@ -137,19 +112,6 @@ class StackedLists:
         """
         numbers = (self._num_uses.get(self._family[t], {}).values() for t in stacks)
         return any(len(x) > 2 or sum(len(lengths) > 1 for lengths in x) > 1 for x in numbers)
-
-    def note(self, template: ListTemplate, length: int) -> None:
-        """Notes that operations were found to be done with a list of some length."""
-        lengths = self._templates.use(template)
-        if lengths is None:
-            lengths = self._templates[template] = set()
-        lengths.add(length)
-
-    @property
-    def templates(self) -> list[ListTemplate]:
-        """The templates that are known, the longest first."""
-        known = [t for t, lengths in self._templates.items() if len(lengths) > 1]
-        return sorted(known, key=lambda t: -len(t.steps))
 
     def axis(self, node_type: int) -> int:
         """The axis of the elements of a stack."""
@@ -210,10 +172,6 @@ class StackedLists:
         listed = unstacked.bit_count()
         registry.arities.note(cell, _of_lists, args, slots, call_spec.node_type, listed)
         return call_spec
-
-
-def _bytes_of_template(template: ListTemplate, _: set[int]) -> int:
-    return STEP_BYTES * (1 + len(template.steps))
 
 
 def _of_lists(lists: Any, others: Any) -> None:
@@ -300,48 +258,27 @@ class _Merging(RecordedNodes):
         by_extents = [self._groups(a, b) for a, b in instances]
         for group in itertools.chain.from_iterable(by_extents):
             self.lists.note_uses(group.stacks, len(group.uses))
-            if group.length is not None:
-                leaving = self._leaving(group.nodes)
-                unstacked = self._unstacked(group.nodes, leaving)
-                template = ListTemplate(self._steps(group.nodes), leaving, unstacked)
-                self.lists.note(template, group.length)
-        templates = self.lists.templates
         order: list[int | ListRegion] = []
         places: list[int] = []
         for (a, b), groups in zip(instances, by_extents, strict=True):
-            regions = self._accepted(a, b, groups, templates)
+            regions = self._accepted(groups)
             order += self.ordered(a, b, regions)
             places += range(a, a + len(order) - len(places))
         if not any(isinstance(unit, ListRegion) for unit in order):
             return None
         return self.merged(order, places)
 
-    def _accepted(
-        self, begin: int, end: int, groups: Sequence[_Group], templates: Sequence[ListTemplate]
-    ) -> list[ListRegion]:
-        """Returns the regions of an instance.
-
-        They are those of uses; or else those of templates, or else those by extents.
-        """
-        found: dict[int, list[int]] = {}
+    def _accepted(self, groups: Sequence[_Group]) -> list[ListRegion]:
+        """Returns the regions of an instance: those of uses, or else one for each group."""
+        regions: list[ListRegion] = []
         taken: set[int] = set()
-        regions = []
         for group in groups:
-            of_uses = self._of_uses(group) if self.lists.are_used_apart(group.stacks) else []
-            regions += of_uses
-            taken.update(n for region in of_uses for n in (*region.nodes, *region.stacks))
-            if not of_uses and group.length is not None:
-                found |= {n: group.nodes for n in group.nodes if n in self.stacks}
-        for stack in [n for n in range(begin, end) if n in self.stacks]:
-            if stack in taken:
-                continue
-            matched = (self._matched(template, stack, end) for template in templates)
-            for members in filter(None, itertools.chain(matched, [found.get(stack)])):
-                region = self._region(members) if taken.isdisjoint(members) else None
-                if region is not None:
-                    taken.update(members)
-                    regions.append(region)
-                    break
+            found = self._of_uses(group) if self.lists.are_used_apart(group.stacks) else []
+            if not found and group.length is not None and taken.isdisjoint(group.nodes):
+                whole = self._region(group.nodes)
+                found = [] if whole is None else [whole]
+            regions += found
+            taken.update(n for region in found for n in (*region.nodes, *region.stacks))
         return regions
 
     def _of_uses(self, group: _Group) -> list[ListRegion]:
@@ -356,65 +293,12 @@ class _Merging(RecordedNodes):
             regions.append(region)
         return regions
 
-    def _name(self, node: int) -> str:
-        return self.registry.node_types[self.node_type[node]].name
-
     def _leaving(self, members: Sequence[int]) -> int:
         """Returns the values of some nodes that are read elsewhere, as bits."""
         inside, leaving = set(members), 0
         for k, v in enumerate(v for n in members for v in self.values(n)):
             leaving |= self.leaves(v, inside) << k
         return leaving
-
-    def _steps(self, members: Sequence[int]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """Returns what some nodes do, as in a `ListTemplate`."""
-        slots = {v: k for k, v in enumerate(v for n in members for v in self.values(n))}
-        return tuple(
-            (
-                self._name(n),
-                () if n in self.stacks else tuple([slots.get(r, -1) for r in self.reads(n)]),
-            )
-            for n in members
-        )
-
-    def _matched(self, template: ListTemplate, stack: int, end: int) -> list[int] | None:
-        """Returns the nodes from a stack on that do what a template says, or None.
-
-        They are looked for up to the end of the instance.
-        """
-        slots: dict[int, int] = {}
-        members: list[int] = []
-        length = self.lists.length(self.node_type[stack])
-        for step in template.steps:
-            after = members[-1] if members else stack - 1
-            made = next((v for v, k in slots.items() if k in step[1]), None)
-            if not members:
-                candidates: Iterable[int] = (stack,)
-            elif made is None:
-                candidates = self.sorted_stacks[bisect.bisect(self.sorted_stacks, after) :]
-            else:
-                candidates = self.readers.get(made, ())
-            fitting = (n for n in candidates if n > after and self._does(n, step, slots, length))
-            n = next(fitting, end)
-            if n >= end:
-                return None
-            members.append(n)
-            slots.update(zip(self.values(n), itertools.count(len(slots)), strict=False))
-        if self._between(members) != members or self._leaving(members) != template.leaving:
-            return None
-        unstacked = self._unstacked(members, template.leaving)
-        return members if unstacked == template.unstacked else None
-
-    def _does(
-        self, node: int, step: tuple[str, tuple[int, ...]], slots: dict[int, int], length: int
-    ) -> bool:
-        """Returns whether a node does what a step of a template says."""
-        name, reads = step
-        if self._name(node) != name:
-            return False
-        if node in self.stacks:
-            return self.lists.length(self.node_type[node]) == length
-        return tuple([slots.get(r, -1) for r in self.reads(node)]) == reads
 
     def _groups(self, begin: int, end: int) -> list[_Group]:
         """Returns the nodes of an instance that are connected by lists.
