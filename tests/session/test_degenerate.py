@@ -49,7 +49,7 @@ CASES = {
         concatenates,
         COUNTS,
         ManyTypesWarning,
-        r"`concatenate\S*` .*how many operands \w+ \w+ \(3 to 66\)",
+        r"`concatenate\S*` .*how many operands \w+ \w+ \(\d+ to 66\)",
     ),
     "lists": (
         attends,
