@@ -44,3 +44,11 @@ class StackedElements(NamedTuple):
     id: int
     axis: int
     each: int | None = None
+
+
+class StackedRange(NamedTuple):
+    """An array of the elements from number `first` to `end`, without the last."""
+
+    whole: StackedElements
+    first: int
+    end: int

@@ -44,6 +44,7 @@ from jedbatch._jaxpr.list_values import (
     Element,
     Single,
     StackedElements,
+    StackedRange,
     Whole,
 )
 from jedbatch._jaxpr.monoids import JOINED_BY, REDUCTIONS
@@ -217,6 +218,9 @@ class Roller:
 
     def _equation(self, eqn: Equation) -> list[Any]:
         values = [self._read(x) for x in eqn.invars]
+        if (joined := self._joined(eqn, values)) is not None:
+            return [joined]
+        values = list(map(self._array_of, values))
         name = eqn.primitive.name
         chain = self._chain(CHAINS.get(name), values)
         if chain is not None:
@@ -308,6 +312,7 @@ class Roller:
             is_one += [False] if of else [is_stack] * len(several)
         if len(parts) == 1:
             return parts[0]
+        parts = list(map(self._array_of, parts))
 
         def run(_: Any, *xs: Array) -> list[Array]:
             pairs = zip(xs, is_one, strict=True)
@@ -330,21 +335,57 @@ class Roller:
         if each is not None:
             self.each.add(each)
         whole = StackedElements(index, axis, each)
-        if places == list(range(self.length)):
-            return whole
-        is_reversed, rows = places != ascending, each or 1
+        if places == ascending:
+            return self._range(whole, first, last + 1)
+        if each is not None:
+            raise CannotRollError("an array of elements of several rows, backwards")
 
         def run(params: Any, x: Array) -> list[Array]:
             part = lax.slice_in_dim(x, params["first"], params["end"], axis=axis)
-            return [lax.rev(part, (axis,)) if is_reversed else part]
+            return [lax.rev(part, (axis,))]
 
-        if is_reversed and rows > 1:
-            raise CannotRollError("an array of elements of several rows, backwards")
-        params = {"first": first * rows, "end": (last + 1) * rows}
-        shape = list(self.expressions.all[index].shape)
-        shape[axis : axis + (each is not None)] = [len(places) * rows]
-        made = jax.ShapeDtypeStruct(tuple(shape), self.expressions.all[index].dtype)
-        return self._array_operation(("part", axis, is_reversed), run, params, [whole], [made])[0]
+        params = {"first": first, "end": last + 1}
+        types = [self._type_of_part(whole, len(places))]
+        return self._array_operation(("backwards", axis), run, params, [whole], types)[0]
+
+    def _range(self, whole: StackedElements, first: int, end: int) -> Any:
+        """All elements, or those from one to another."""
+        is_all = (first, end) == (0, self.length)
+        return whole if is_all else StackedRange(whole, first, end)
+
+    def _array_of(self, x: Any) -> Any:
+        """A range of elements as an array; any other value as it is."""
+        if not isinstance(x, StackedRange):
+            return x
+        axis, rows = x.whole.axis, x.whole.each or 1
+
+        def run(params: Any, x: Array) -> list[Array]:
+            return [lax.slice_in_dim(x, params["first"], params["end"], axis=axis)]
+
+        params = {"first": x.first * rows, "end": x.end * rows}
+        types = [self._type_of_part(x.whole, x.end - x.first)]
+        return self._array_operation(("part", axis), run, params, [x.whole], types)[0]
+
+    def _type_of_part(self, whole: StackedElements, count: int) -> jax.ShapeDtypeStruct:
+        """The type of an array of so many elements."""
+        x = self.expressions.all[whole.id]
+        shape, is_longer = list(x.shape), whole.each is not None
+        shape[whole.axis : whole.axis + is_longer] = [count * (whole.each or 1)]
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    def _joined(self, eqn: Equation, values: Sequence[Any]) -> Any:
+        """Ranges that follow one another, as JAX stacks many values, as one; None of others."""
+        if eqn.primitive.name != "concatenate" or StackedRange not in set(map(type, values)):
+            return None
+        axis = eqn.params["dimension"]
+        parts = [self._part([x], False, axis) if isinstance(x, Element) else x for x in values]
+        first, last = parts[0], parts[-1]
+        alike = all(type(x) is StackedRange and x.whole == first.whole for x in parts)
+        if not alike or first.whole.axis != axis:
+            return None
+        if any(a.end != b.first for a, b in itertools.pairwise(parts)):
+            return None
+        return self._range(first.whole, first.first, last.end)
 
     def _without_axis(self, index: int, axis: int) -> int:
         """An expression without an axis along which it has one element, or repeats itself."""
