@@ -18,8 +18,10 @@ three states meet for the first time is no reason to compile.
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -539,9 +541,10 @@ def _lists_inside(
             if all(element == elements[0] for element in elements):
                 of_each = elements[0].num_leaves if elements else 0
                 yield ListArgument((*way, key), len(part), first, of_each)
-            else:
-                yield from _lists_inside(enumerate(part), (*way, key), first)
-        elif type(part) is dict:
-            keys = structure.node_data()[1]  # as JAX sorts them
-            yield from _lists_inside(((k, part[k]) for k in keys), (*way, key), first)
+                first += len(leaves)
+                continue
+        is_inside = functools.partial(operator.is_not, part)
+        inside, _ = jax.tree_util.tree_flatten_with_path(part, is_leaf=is_inside)
+        if inside and inside[0][0]:  # it is no leaf
+            yield from _lists_inside(inside, (*way, key), first)
         first += len(leaves)
