@@ -125,6 +125,11 @@ class Lengths:
             return self.apart
         return self.off if any(n is None for n in self._kinds.values()) else None
 
+    def varied(self, key: Hashable) -> list[int]:
+        """Returns the arrays whose lengths differ, of an instance with some key that was seen."""
+        family = self._families.get(_general(key)[1])
+        return [] if family is None else self._ragged(family)
+
     def none_apart(self) -> None:
         """Notes instances that `look` need not look at: nothing tells them apart."""
         self._say_apart({}, 0)

@@ -206,9 +206,10 @@ class Session:
 
     def note_types(self) -> None:
         """Notes how many node types and regions there are when a minibatch is planned."""
-        new = self.registry.node_types[self.num_types :]
-        self.new_in_a_row = self.new_in_a_row + 1 if any(map(is_run, new)) else 0
-        self.num_types += len(new)
+        num_types = len(self.registry.node_types)
+        are_run = (is_run(self.registry, t) for t in range(self.num_types, num_types))
+        self.new_in_a_row = self.new_in_a_row + 1 if any(are_run) else 0
+        self.num_types = num_types
         regions = len(self.records.regions.regions)
         self.regions_in_a_row = self.regions_in_a_row + 1 if regions > self.num_regions else 0
         self.num_regions = regions

@@ -286,6 +286,15 @@ class Sequences:
         self._left = MOST_TRIED
         self.are_looked_at = True
 
+    @property
+    def state(self) -> tuple[int, bool]:
+        """What `leave` changes."""
+        return self._left, self.are_looked_at
+
+    @state.setter
+    def state(self, state: tuple[int, bool]) -> None:
+        self._left, self.are_looked_at = state
+
     def with_arrays(self, instances: Sequence[tuple]) -> dict[int, Sequenced]:
         """Returns those of some instances in which arrays take the place of sequences, by number.
 

@@ -28,7 +28,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -84,6 +84,7 @@ from jedbatch._record.operations.sequences import Elements, Sequenced, check_ele
 from jedbatch._record.operations.stacking import MAKES_STACKS, Stacking
 from jedbatch._record.operations.static_numbers import STATIC, row_of_weight, with_data
 from jedbatch._record.operations.symbols import Shared, Symbol, Value, frozen
+from jedbatch._record.run.rows import Rows
 from jedbatch._record.types.custom_rules import (
     calling_with_forward_rule,
     calling_with_reverse,
@@ -182,10 +183,20 @@ class Recorder(Trace):
         self.containers = tokens_of_containers(self.registry, self._shared)
         return self._shared
 
-    def begin(self, instance: PyTree, arrays: Sequence[Array], types: Any = None) -> PyTree:
+    def begin(
+        self,
+        instance: PyTree,
+        arrays: Sequence[Array],
+        types: Any = None,
+        rows: Collection[int] = (),
+    ) -> PyTree:
         """Starts an instance after another is done; its arrays are replaced by symbols.
 
-        `types` has (shape, dtype, weak) of the arrays, if an extent is not to be known.
+        Args:
+          instance: the instance.
+          arrays: of it.
+          types: (shape, dtype, weak) of the arrays, if an extent is not to be known.
+          rows: the arrays that symbols of their rows take the place of.
         """
         self._next_instance()
         for memory in (self.known, self.kept, self.leaves):
@@ -201,15 +212,21 @@ class Recorder(Trace):
         self.registry.shared_operands.num_instances += 1
         self.turn_to(instance)
         self.has_numbers, self.stacking = False, None
-        return self.symbolic(instance, arrays, types) if arrays else instance
+        return self.symbolic(instance, arrays, types, rows) if arrays else instance
 
     def turn_to(self, instance: PyTree) -> None:
         """Records into an instance from now on, begun now or before."""
         self._instance = instance
         self._owned = None
 
-    def symbolic(self, instance: PyTree, arrays: Sequence[Array], types: Any = None) -> PyTree:
-        """The instance with its arrays replaced by symbols (of these types)."""
+    def symbolic(
+        self,
+        instance: PyTree,
+        arrays: Sequence[Array],
+        types: Any = None,
+        rows: Collection[int] = (),
+    ) -> PyTree:
+        """The instance with its arrays replaced by symbols; for arguments see `begin`."""
         if not arrays:
             return instance
         types = list(map(array_type, arrays)) if types is None else types
@@ -225,10 +242,18 @@ class Recorder(Trace):
             sequences = {}
             if type(instance) is Sequenced:
                 sequences, instance = instance.sequences, tuple(instance)
+        for leaf in rows:
+            sequence = sequences.get(id(arrays[leaf]))
+            shape, *kind = types[leaf]
+            row = array_type(sequence.numbers[0]) if sequence else (shape[1:], *kind)
+            number = self.registry.value_type(*row)
+            values = [self.leaf_value(number, leaf, (k,)) for k in range(shape[0])]
+            kind_of_sequence: Any = type(sequence.numbers) if sequence else Rows
+            symbols[leaf] = kind_of_sequence(values)
         if sequences:
             self.stacking = Stacking(self)
             for leaf, x in enumerate(arrays):
-                if id(x) in sequences:
+                if id(x) in sequences and leaf not in rows:
                     given = symbols[leaf], leaf, sequences[id(x)], self.stacking.rows
                     symbols[leaf] = Elements(self, *given).given
         return replace_arrays(instance, iter(symbols))

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,18 +49,21 @@ class Instances(NamedTuple):
       numbers: of the instances in the minibatch, for messages.
       types: called with the place of an instance that is about to be recorded, gives (shape, dtype,
         weak) of its arrays; None, or given none, if extents are to be known.
+      rows: of each, the arrays that are given as `Rows`; None if none are.
     """
 
     mapped: Sequence[Sequence[Any]]
     arrays: Sequence[Sequence[Any]]
     numbers: Sequence[int]
     types: Callable[[int], Any] | None = None
+    rows: Sequence[Collection[int]] | None = None
 
     def single(self, place: int) -> "Instances":
         """Returns one of them."""
         only, types = slice(place, place + 1), self.types
         of_it = types and (lambda _: types(place))
-        return Instances(self.mapped[only], self.arrays[only], self.numbers[only], of_it)
+        rows = self.rows and self.rows[only]
+        return Instances(self.mapped[only], self.arrays[only], self.numbers[only], of_it, rows)
 
 
 class Traced(NamedTuple):
@@ -168,9 +171,10 @@ def _record_all(fn, recorder, instances, arrange):
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     shared = recorder.share()
     calls, references, groups = recorder.call_specs, recorder.references, recorder.input_group
-    _, arrays, numbers, types = instances
+    _, arrays, numbers, types, rows = instances
     for i, instance in enumerate(instances.mapped):
-        mapped = recorder.begin(instance, arrays[i], types and types(i))
+        in_rows = rows[i] if rows else ()
+        mapped = recorder.begin(instance, arrays[i], types and types(i), in_rows)
         try:
             result = fn(*arrange(shared, mapped))
             if type(result) is Value:

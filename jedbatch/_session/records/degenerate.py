@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from jedbatch._graph.degeneracy import MAX_TYPES, Degeneracy
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.types import NodeType
 from jedbatch._jaxpr.symbolic_dims import is_ragged, user_level
 from jedbatch._ragged.calls import RegionCalls
 from jedbatch._ragged.lengths import Lengths
@@ -69,7 +68,7 @@ def warn_if_degenerate(
         )
         return
     grows = new_in_a_row >= GROWING_PLANS and len(graph.types) > MAX_TYPES
-    run = [t for t, node_type in enumerate(graph.types) if is_run(node_type)] if grows else []
+    run = [t for t in range(len(graph.types)) if is_run(registry, t)] if grows else []
     if len(run) > MAX_TYPES and GrowingTypesWarning not in warned and Degeneracy.of(graph) is None:
         last = run[-1]
         at = f" ({lines[last]})" if last in lines else ""
@@ -83,9 +82,11 @@ def warn_if_degenerate(
         )
 
 
-def is_run(node_type: NodeType) -> bool:
-    """Returns whether nodes of a type run: those on ragged values are replaced by others."""
-    return not any(is_ragged(t.shape) for t in (*node_type.operands, *node_type.results))
+def is_run(registry: Registry, number: int) -> bool:
+    """Returns whether nodes of a type run: those of lists or ragged values become others."""
+    of = registry.node_types[number]
+    is_other = any(is_ragged(t.shape) for t in (*of.operands, *of.results))
+    return not is_other and number not in registry.arities.padded
 
 
 def warn_if_programs_grow(

@@ -19,6 +19,7 @@ from jedbatch._record.operations.sequences import Sequences
 from jedbatch._record.passes.coalesce import Coalescing
 from jedbatch._record.passes.lists import StackedLists
 from jedbatch._record.passes.readout import Readouts
+from jedbatch._record.run.rows import CallsOfRows
 from jedbatch._record.types.registry import MAX_READ_STATES, Registry
 from jedbatch._session.options import Options
 from jedbatch._session.records.merging import Merging
@@ -121,6 +122,7 @@ class RecordCache:
       expansion: of graphs for all lengths to graphs for those of a minibatch.
       floats: of instances, which may be operands.
       sequences: of whole numbers in instances, which may be arrays.
+      calls_of_rows: whether instances are recorded as calls of a cell that gets rows of arrays.
       num_recorded: minibatches of which some instances had to be recorded.
     """
 
@@ -129,6 +131,7 @@ class RecordCache:
         self.num_recorded = 0
         self.floats = Floats(registry.assumptions, registry.budget)
         self.sequences = Sequences(registry.assumptions)
+        self.calls_of_rows = CallsOfRows()
         self.coalescing = Coalescing(registry)
         self.coalesces = options.granularity == "auto"
         self.merging = Merging() if options.granularity is None else None
@@ -177,6 +180,9 @@ class RecordCache:
         Raises `GuardFailed` where there is another bound from now on.
         """
         types = self.lengths.look(keys, arrays)
+        if self.calls_of_rows.are_made:
+            self.lengths.none_apart()
+            return [None] * len(types)
         bound, least = self.lengths.bound, self.lengths.least
         is_long = bound is not None and self.lengths.longest > bound
         if not is_long and least == 1:
@@ -267,8 +273,13 @@ class RecordCache:
     @property
     def shown(self) -> tuple[str, ...]:
         """Assumptions about instances, for printed plans."""
-        why = self.floats.apart
-        return () if why is None else (f"instances are told apart by their floats, since {why}",)
+        shown, why = [], self.floats.apart
+        if why is not None:
+            shown.append(f"instances are told apart by their floats, since {why}")
+        if self.calls_of_rows.are_made:
+            why = self.calls_of_rows.why
+            shown.append(f"an instance is one call that gets the rows of arrays, since {why}")
+        return tuple(shown)
 
     def forget_records(self) -> None:
         """Forgets all records: types they are of have become others."""

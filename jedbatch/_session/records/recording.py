@@ -43,6 +43,7 @@ from jedbatch._record.instances.key import (
 from jedbatch._record.operations.floats import Floating, without_floats
 from jedbatch._record.operations.sequences import Sequenced
 from jedbatch._record.passes.coalesce import has_cells
+from jedbatch._record.run.rows import of_rows
 from jedbatch._record.run.trace import Instances, trace
 from jedbatch._record.run.units import Unit, Units
 from jedbatch._session.records.degenerate import warn_if_slowly_recorded, warn_if_some_are_apart
@@ -101,6 +102,11 @@ class Recording:
     key: Callable[..., Hashable] | None
     classes: ClassesMet = field(default_factory=dict)
 
+    @functools.cached_property
+    def of_rows(self) -> Callable:
+        """The function as a cell that gets rows of arrays (see `_record.run.rows`)."""
+        return of_rows(self.fn)
+
     def recall(
         self, cache: RecordCache, instances: Sequence[tuple], reached: Reached
     ) -> tuple[Sequence[Record], Sequence[Sequence[Any]]] | None:
@@ -129,14 +135,15 @@ class Recording:
             *found, num_known = self._find(cache, instances, read)
             return *found, num_known - num_ahead
 
-        apart = cache.floats.apart
+        apart, sequences = cache.floats.apart, cache.sequences.state
         try:
             if is_new and len(instances) >= MANY_INSTANCES:
                 few = instances[:FEW_INSTANCES]
                 until_guards_hold(lambda: self._find(cache, few, read), cache.assumed)
             records, arrays, tracers, num_known = until_guards_hold(attempt, cache.assumed)
         except Exception:
-            cache.floats.apart = apart  # floats were not the reason
+            # Neither floats nor sequences were the reason.
+            cache.floats.apart, cache.sequences.state = apart, sequences
             raise
         warn_if_some_are_apart(cache.registry, cache.lengths)
         if num_known < len(instances):
@@ -192,7 +199,9 @@ class Recording:
         mine, types = [instances[i] for i in new], [given[i] for i in new]
         to_record = Instances(mine, [arrays[i] for i in new], new)
         with self._with_numbers(cache, mine):
-            graphs, keep, tracers = self._record(cache, to_record, types, read)
+            graphs, keep, tracers = self._record(
+                cache, to_record, types, [keys[i] for i in new], read
+            )
         cache.check(revision)
         if cache.coalesces != coalesces and any(r is not None for r in records):
             raise GuardFailed
@@ -324,6 +333,7 @@ class Recording:
         cache: RecordCache,
         instances: Instances,
         given: Sequence[RaggedTypes | None],
+        keys: Sequence[Hashable],
         read: Callable | None,
     ) -> Any:
         """Records instances: (records, whether to keep each, closed-over tracers).
@@ -335,7 +345,7 @@ class Recording:
         """
         record = functools.partial(trace, self.fn, cache.registry, arrange=self.join)
         if not any(given):
-            return record_either_way(cache, functools.partial(record, read=read), instances)
+            return self._record_by_lengths(cache, instances, keys, read)
         attempt = RaggedRecording(cache, instances, given)
         try:
             return attempt.record(record)
@@ -359,6 +369,43 @@ class Recording:
                     break
                 cache.lengths.give_up(reason, given_up)
             raise GuardFailed from None
+
+    def _record_by_lengths(
+        self,
+        cache: RecordCache,
+        instances: Instances,
+        keys: Sequence[Hashable],
+        read: Callable | None,
+    ) -> Any:
+        """Records instances with the lengths that their arrays have.
+
+        If those differ, and the function calls no cells, as calls of a cell that gets rows.
+        """
+        options: Any = {"arrange": self.join, "read": read}
+        record = functools.partial(trace, self.fn, cache.registry, **options)
+        calls = cache.calls_of_rows
+        pairs = zip(keys, instances.arrays, strict=True)
+        rows = [calls.leaves(cache.lengths.varied(k), arrays) for k, arrays in pairs]
+        if calls.are_made is False or self.key is not None or not any(rows):
+            return record_either_way(cache, record, instances)
+        if calls.are_made is None:
+            recorded = record_either_way(cache, record, instances)
+            calls.are_made = not has_cells(recorded[0][0].whole)
+            calls.why = cache.lengths.shown
+            if not calls.are_made:
+                return recorded
+        try:
+            in_rows = functools.partial(trace, self.of_rows, cache.registry, **options)
+            recorded = record_either_way(cache, in_rows, instances._replace(rows=rows))
+            if calls.share_types(recorded[0][0].whole):
+                return recorded
+        except PerformanceWarning:  # where it is an error
+            raise
+        except Exception:
+            pass  # what cannot be recorded otherwise fails again
+        recorded = record_either_way(cache, record, instances)
+        calls.are_made = False
+        return recorded
 
 
 def _set_short_apart(
