@@ -69,24 +69,26 @@ Read in this order:
    arguments.
 34. `calls.slow_path`: Recording calls of cells the first time, and those without a short
    description.
-35. `run.recorder`: A recorder of what a function does to symbolic values.
-36. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-37. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
-38. `run.recursion`: Recursion deeper than Python's limit.
-39. `run.trace`: Recording a minibatch: every instance of it as a graph.
-40. `run.units`: Units: the functions of the user that would be cells of the operations that are
+35. `run.rows`: Functions that have to know how long arrays are, as calls of a cell that gets their
+   rows.
+36. `run.recorder`: A recorder of what a function does to symbolic values.
+37. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+38. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
+39. `run.recursion`: Recursion deeper than Python's limit.
+40. `run.trace`: Recording a minibatch: every instance of it as a graph.
+41. `run.units`: Units: the functions of the user that would be cells of the operations that are
    recorded.
-41. `passes.patterns`: Patterns: what several operations compute that become one node.
-42. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
+42. `passes.patterns`: Patterns: what several operations compute that become one node.
+43. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
    they compute.
-43. `passes.coalesce`: Finding cells without marks: operations that always run together become one
+44. `passes.coalesce`: Finding cells without marks: operations that always run together become one
    node.
-44. `passes.list_regions`: Nodes of a recording, and how some of them become one.
-45. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
+45. `passes.list_regions`: Nodes of a recording, and how some of them become one.
+46. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
    and again.
-46. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
-47. `passes.lists`: Lists outside of cells: what is done with a stack of values becomes one node.
-48. `passes.readout`: Read-outs: what instances do after their last cell becomes one node.
-49. `passes.projections`: Input projections: products of a cell that no recursion waits for become
+47. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
+48. `passes.lists`: Lists outside of cells: what is done with a stack of values becomes one node.
+49. `passes.readout`: Read-outs: what instances do after their last cell becomes one node.
+50. `passes.projections`: Input projections: products of a cell that no recursion waits for become
    nodes of their own.
 """

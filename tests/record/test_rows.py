@@ -173,7 +173,7 @@ def test_what_is_recorded_by_operations(fn):
 def test_no_rows_and_many():
     """Neither an empty array nor one of very many rows is given as a list."""
     fn = lambda p, x: (x @ p["W"] * len(x)).sum(axis=0) + len(x)  # noqa: E731
-    for lengths in (0, 3, 5, 4), (600, 3, 5, 4):
+    for lengths in (0, 3, 5, 4, 2, 6), (600, 3, 5, 4, 2, 6):
         (instances,) = minibatches(array, lengths)
         found = jedbatch.batch(fn)(PARAMS, instances)
         assert_close(found, jnp.stack([fn(PARAMS, x) for x in instances]), rtol=1e-4)

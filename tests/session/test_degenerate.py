@@ -111,7 +111,7 @@ def test_lengths_that_are_new_in_each_minibatch():
         batched.plan(W, minibatches[2])
     batched.plan(W, minibatches[3])
     fresh = jedbatch.batch(inverses)
-    message = "3 minibatches in a row .*since .*`lu` of"
+    message = "4 minibatches in a row .*since .*`lu` of"
     with pytest.warns(GroupedByShapesWarning, match=message) as warned:  # noqa: PT031
         for squares in minibatches:
             fresh.plan(W, squares)

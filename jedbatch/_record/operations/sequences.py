@@ -277,32 +277,24 @@ class Sequences:
     """Which sequences of numbers are arrays: all at a place of instances, or none.
 
     Attributes:
+      left: instances without sequences as arrays, before nobody looks for them any more.
       are_looked_at: whether some may be.
     """
 
     def __init__(self, assumptions: Assumptions):
         self._assumptions = assumptions
         self._places: dict[Place, SequencesAtPlace] = {}
-        self._left = MOST_TRIED
+        self.left = MOST_TRIED
         self.are_looked_at = True
-
-    @property
-    def state(self) -> tuple[int, bool]:
-        """What `leave` changes."""
-        return self._left, self.are_looked_at
-
-    @state.setter
-    def state(self, state: tuple[int, bool]) -> None:
-        self._left, self.are_looked_at = state
 
     def with_arrays(self, instances: Sequence[tuple]) -> dict[int, Sequenced]:
         """Returns those of some instances in which arrays take the place of sequences, by number.
 
         Takes note of the lengths of their sequences first.
         """
-        self._left -= min(len(instances), MOST_TRIED // FEWEST_MINIBATCHES)
+        self.left -= min(len(instances), MOST_TRIED // FEWEST_MINIBATCHES)
         found = self._found_in(instances)
-        self.are_looked_at = self._left > 0
+        self.are_looked_at = self.left > 0
         return found
 
     def _found_in(self, instances: Sequence[tuple]) -> dict[int, Sequenced]:
@@ -312,17 +304,17 @@ class Sequences:
                 for place, x in _sequences_in(instance):
                     self._note(place, len(x))
             if sum(x.are_apart for x in self._places.values()) > MOST_FAILED:
-                self._left = 0
+                self.left = 0
             elif any(x.takes(0) for x in self._places.values()):
                 return self._replaced_in(instances)
         except RecursionError:  # an instance is deep, or holds itself
-            self._left = 0
+            self.left = 0
         return {}
 
     def leave(self) -> bool:
         """Leaves sequences what they are, for good; returns whether some were arrays."""
-        were_arrays = self._left > 0 and any(x.takes(0) for x in self._places.values())
-        self._left, self.are_looked_at = 0, False
+        were_arrays = self.left > 0 and any(x.takes(0) for x in self._places.values())
+        self.left, self.are_looked_at = 0, False
         self._assumptions.fail("sequences", were_arrays)
         return were_arrays
 
@@ -343,7 +335,7 @@ class Sequences:
             if sequences:
                 found[i] = Sequenced(replaced, sequences)
         if found:
-            self._left = MOST_TRIED
+            self.left = MOST_TRIED
         return found
 
     def _replaced(

@@ -9,7 +9,7 @@ whose length differs, and puts them together again.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -34,11 +34,11 @@ class Rows(NamedTuple):
 def of_rows(fn: Callable) -> Callable:
     """Returns a cell that does what a function does, given some arrays as `Rows`."""
 
-    @functools.wraps(fn)
+    @functools.wraps(fn, updated=())
     def call(*args: PyTree) -> PyTree:
         return fn(*jax.tree.map(_as_array, args, is_leaf=lambda x: type(x) is Rows))
 
-    return cell(call)
+    return cell(call, name=getattr(fn, "__name__", type(fn).__name__))
 
 
 def _as_array(x: Any) -> Any:
@@ -49,28 +49,41 @@ class CallsOfRows:
     """Whether instances of a function are calls of a cell that gets rows.
 
     Attributes:
-      are_made: whether they are; None if nobody knows whether the function calls cells.
-      why: lengths have to be known.
+      may_be_made: whether they may: the function calls no cells, as far as is known, and calls of
+        most lengths share types.
+      why: lengths have to be known, if they are; None if they are not made yet.
     """
 
     def __init__(self) -> None:
-        self.are_made: bool | None = None
+        self.may_be_made = True
         self.why: str | None = None
-        self._apart: set[int] = set()
+        self._lengths: set[tuple[int, ...]] = set()
+        self._alone: set[int] = set()
 
-    @staticmethod
-    def leaves(varied: Sequence[int], arrays: Sequence[Array]) -> list[int]:
+    def leaves(self, varied: Sequence[int], arrays: Sequence[Array]) -> list[int]:
         """Returns the arrays of an instance that are given as rows; none if that cannot be.
 
         Args:
           varied: those whose lengths differ from instance to instance.
           arrays: of the instance.
         """
-        lengths = {arrays[i].shape[0] for i in varied}
+        lengths = tuple([arrays[i].shape[0] for i in varied])
+        self._lengths.add(lengths)
         return [*varied] if all(0 < n <= MOST_ROWS for n in lengths) else []
 
-    def share_types(self, graph: Graph) -> bool:
-        """Returns whether all but a few lengths share types, given the graph of new calls."""
-        alone = (t for t in graph.present_types if operation_of(graph.types[t]).lists is None)
-        self._apart.update(alone)
-        return len(self._apart) <= MAX_ARITIES
+    @property
+    def are_few(self) -> bool:
+        """Whether few lengths have been met, which are types of their own."""
+        return len(self._lengths) <= MAX_ARITIES
+
+    def share_types(self, graph: Graph, padded: Collection[int]) -> bool:
+        """Returns whether calls of most lengths share types.
+
+        Args:
+          graph: of new calls.
+          padded: ids of the types that are nodes of types with room for more elements.
+        """
+        types = graph.present_types
+        self._alone.update(t for t in types if operation_of(graph.types[t]).lists is None)
+        num_alone = len(self._alone.difference(padded))
+        return num_alone <= max(MAX_ARITIES, len(self._lengths) // 4)

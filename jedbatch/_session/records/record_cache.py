@@ -180,7 +180,7 @@ class RecordCache:
         Raises `GuardFailed` where there is another bound from now on.
         """
         types = self.lengths.look(keys, arrays)
-        if self.calls_of_rows.are_made:
+        if self.calls_of_rows.why is not None:
             self.lengths.none_apart()
             return [None] * len(types)
         bound, least = self.lengths.bound, self.lengths.least
@@ -276,8 +276,7 @@ class RecordCache:
         shown, why = [], self.floats.apart
         if why is not None:
             shown.append(f"instances are told apart by their floats, since {why}")
-        if self.calls_of_rows.are_made:
-            why = self.calls_of_rows.why
+        if (why := self.calls_of_rows.why) is not None:
             shown.append(f"an instance is one call that gets the rows of arrays, since {why}")
         return tuple(shown)
 

@@ -135,7 +135,8 @@ class Recording:
             *found, num_known = self._find(cache, instances, read)
             return *found, num_known - num_ahead
 
-        apart, sequences = cache.floats.apart, cache.sequences.state
+        apart, sequences = cache.floats.apart, cache.sequences
+        left, are_looked_at = sequences.left, sequences.are_looked_at
         try:
             if is_new and len(instances) >= MANY_INSTANCES:
                 few = instances[:FEW_INSTANCES]
@@ -143,7 +144,8 @@ class Recording:
             records, arrays, tracers, num_known = until_guards_hold(attempt, cache.assumed)
         except Exception:
             # Neither floats nor sequences were the reason.
-            cache.floats.apart, cache.sequences.state = apart, sequences
+            cache.floats.apart = apart
+            sequences.left, sequences.are_looked_at = left, are_looked_at
             raise
         warn_if_some_are_apart(cache.registry, cache.lengths)
         if num_known < len(instances):
@@ -384,27 +386,29 @@ class Recording:
         options: Any = {"arrange": self.join, "read": read}
         record = functools.partial(trace, self.fn, cache.registry, **options)
         calls = cache.calls_of_rows
+        if not (calls.may_be_made and self.key is None and any(instances.arrays)):
+            return record_either_way(cache, record, instances)
         pairs = zip(keys, instances.arrays, strict=True)
         rows = [calls.leaves(cache.lengths.varied(k), arrays) for k, arrays in pairs]
-        if calls.are_made is False or self.key is not None or not any(rows):
+        if calls.are_few or not any(rows):
             return record_either_way(cache, record, instances)
-        if calls.are_made is None:
+        if calls.why is None:
             recorded = record_either_way(cache, record, instances)
-            calls.are_made = not has_cells(recorded[0][0].whole)
-            calls.why = cache.lengths.shown
-            if not calls.are_made:
+            calls.may_be_made = not has_cells(recorded[0][0].whole)
+            calls.why = cache.lengths.shown if calls.may_be_made else None
+            if calls.why is None:
                 return recorded
         try:
             in_rows = functools.partial(trace, self.of_rows, cache.registry, **options)
             recorded = record_either_way(cache, in_rows, instances._replace(rows=rows))
-            if calls.share_types(recorded[0][0].whole):
+            if calls.share_types(recorded[0][0].whole, cache.registry.arities.padded):
                 return recorded
         except PerformanceWarning:  # where it is an error
             raise
         except Exception:
             pass  # what cannot be recorded otherwise fails again
         recorded = record_either_way(cache, record, instances)
-        calls.are_made = False
+        calls.may_be_made, calls.why = False, None
         return recorded
 
 
