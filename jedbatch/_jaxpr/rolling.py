@@ -50,11 +50,13 @@ from jedbatch._jaxpr.list_values import (
 from jedbatch._jaxpr.monoids import JOINED_BY, REDUCTIONS
 from jedbatch._jaxpr.padding.axis_rules import SCATTERS
 from jedbatch._jaxpr.padding.flat_programs import INSIDE
+from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.versions import ClosedProgram, Equation
 from jedbatch._support.types import Array
 
 REPEATED = "iota", "broadcast_in_dim"  # what makes rows of nothing, or of one
 TAKEN = "slice", "dynamic_slice"  # and of those of a table
+MOST_COUNTED = 1 << 24  # which all types of numbers hold
 CHAINS = {x: x for x in JOINED_BY} | {"add_any": "add"}  # by operation
 
 
@@ -122,11 +124,15 @@ class Roller:
 
     def _progression(self, const: Any, aval: Any) -> Whole | None:
         """Numbers as many as elements, each so much more than the last, such as `np.arange(n)`."""
-        if np.shape(const) != (self.length,) or self.length < 2 or aval.dtype.kind not in "biuf":
+        if aval.shape != (self.length,) or self.length < 2 or is_key(aval.dtype):
             return None
-        first, second, *_ = values = np.asarray(const).astype(float).tolist()
-        step = second - first
-        if values != [first + k * step for k in range(len(values))] or first % 1 or step % 1:
+        if aval.dtype.kind not in "biuf":
+            return None
+        first, second, *_ = values = np.asarray(const).tolist()
+        step, most = second - first, max(map(abs, values))
+        if values != [first + k * step for k in range(len(values))] or not most < MOST_COUNTED:
+            return None
+        if first % 1 or step % 1:
             return None
 
         def run(params: Mapping[str, Any]) -> list[Array]:

@@ -54,8 +54,8 @@ class CallsOfRows:
       why: lengths have to be known, if they are; None if they are not made yet.
     """
 
-    def __init__(self) -> None:
-        self.may_be_made = True
+    def __init__(self, may_be_made: bool) -> None:
+        self.may_be_made = may_be_made
         self.why: str | None = None
         self._lengths: set[tuple[int, ...]] = set()
         self._alone: set[int] = set()

@@ -131,7 +131,7 @@ class RecordCache:
         self.num_recorded = 0
         self.floats = Floats(registry.assumptions, registry.budget)
         self.sequences = Sequences(registry.assumptions)
-        self.calls_of_rows = CallsOfRows()
+        self.calls_of_rows = CallsOfRows(options.granularity is None)
         self.coalescing = Coalescing(registry)
         self.coalesces = options.granularity == "auto"
         self.merging = Merging() if options.granularity is None else None
