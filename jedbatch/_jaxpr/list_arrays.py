@@ -25,6 +25,7 @@ from jedbatch._jaxpr.list_values import StackedElements
 from jedbatch._jaxpr.padding.axis_rules import MAKE_MORE, CannotMergeError, mixed_axes
 from jedbatch._jaxpr.padding.flat_programs import flattened
 from jedbatch._jaxpr.padding.padded_rules import Padded
+from jedbatch._jaxpr.padding.singular import makes_others
 from jedbatch._jaxpr.symbolic_dims import LengthDecisionError, is_ragged, make_symbol
 from jedbatch._jaxpr.versions import ClosedProgram
 from jedbatch._support.types import Array, AxisSize
@@ -174,6 +175,8 @@ def numbers_of_length(programs: Mapping[int, NumbersOf]) -> NumbersOfLength | No
 
     `programs` has those of the programs of lists, by their lengths.
     """
+    if not programs:
+        return None
     found: dict[int, Sequence[NumberOfLength]] = {}
     for operation in next(iter(programs.values())):
         own = [numbers[operation] for numbers in programs.values()]
@@ -198,6 +201,8 @@ class PaddedOperation:
 
     Attributes:
       results: shapes and dtypes.
+      makes_more: whether it computes values in padding that may be too large, or zero.
+      makes_others: whether what it has in padding is no copy of a row.
 
     Raises:
       CannotMergeError: no rule says how it runs where there is room for more.
@@ -225,20 +230,31 @@ class PaddedOperation:
         equations = self._closed.jaxpr.eqns
         for eqn in equations:
             mixed_axes(eqn)  # complains of what is not known
-        self._guarded = any(eqn.primitive.name in MAKE_MORE for eqn in equations)
+        self.makes_more = any(eqn.primitive.name in MAKE_MORE for eqn in equations)
+        self.makes_others = makes_others(equations)
         self.results = [
             jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in self._closed.jaxpr.outvars
         ]
 
-    def run(self, values: Sequence[Array], length: Array, capacity: int) -> list[Array]:
+    def run(
+        self,
+        values: Sequence[Array],
+        length: Array,
+        capacity: int,
+        guarded: bool,
+        positioned: frozenset[int] | None,
+    ) -> list[Array]:
         """Returns the results, with room for so many elements.
 
         Args:
           values: of the operands, those of elements in rows.
           length: how many elements exist.
           capacity: how many there is room for.
+          guarded: as of `Padded`.
+          positioned: the same.
         """
-        padded = Padded({LENGTH: capacity}, {LENGTH: length}, self._guarded, positioned=None)
+        sizes, lengths = {LENGTH: capacity}, {LENGTH: length}
+        padded = Padded(sizes, lengths, guarded, positioned=positioned, is_list=True)
         arrays = [
             x if rows is None else _as_one_array(x, rows)
             for x, rows in zip(values, self._operation.rows, strict=True)

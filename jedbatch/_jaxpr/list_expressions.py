@@ -302,6 +302,8 @@ class Expressions:
           CannotMergeError: an operation on arrays of all elements has no rule for room for more.
         """
         arrays = self._padded(results, parts, numbers)
+        guarded = any(x.makes_more for x in arrays.values())
+        positioned = None if any(x.makes_others for x in arrays.values()) else frozenset[int]()
         sums = {part for part, is_sum in zip(parts, summed, strict=True) if is_sum}
 
         def run(given: Sequence[Array], elements: Sequence[Array], length: Array) -> list[Array]:
@@ -325,7 +327,9 @@ class Expressions:
                 elif x.array is not None:
                     if x.array not in made:
                         read = [values[a] for a in x.args]
-                        made[x.array] = arrays[x.array].run(read, length, capacity)
+                        made[x.array] = arrays[x.array].run(
+                            read, length, capacity, guarded, positioned
+                        )
                     values[index] = x.value_of(made[x.array])
                 elif x.row_of is not None:
                     values[index] = jnp.moveaxis(values[x.args[0]], x.row_of, 0)

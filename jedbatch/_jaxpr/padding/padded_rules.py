@@ -69,6 +69,7 @@ class Padded:
       chain: ids of equations that write nothing if it does not (see `_jaxpr.padding.padded_loops`).
       masks: where selections are not needed because of others (see `_jaxpr.padding.softmax`).
       positioned: see `_jaxpr.padding.singular`; None in loops, where all may be.
+      is_list: whether padding repeats the first row, as that of lists does, in place of the last.
       known: the extents that variables hold as numbers.
       gates: of the equations, if they are differentiated; None elsewhere.
       flags: bool[] for each result that these know, whether something comes back through it.
@@ -85,11 +86,13 @@ class Padded:
         lanes: str | None = None,
         masks: SoftmaxMasks = NO_MASKS,
         positioned: frozenset[int] | None = frozenset(),
+        is_list: bool = False,
     ):
         self.sizes, self.lengths, self.tiles, self.offset = sizes, lengths, tiles or {}, offset
         self.guarded = guarded and differentiable
         self.differentiable, self.lanes, self.masks = differentiable, lanes, masks
         self.positioned = positioned if differentiable else frozenset()
+        self.is_list = is_list
         self.alive: Any = None
         self.chain: frozenset[int] = frozenset()
         self.known: Known = {}
@@ -195,12 +198,21 @@ class Padded:
         x = jnp.broadcast_to(x, substituted(tuple(shape), self.size))
         return self.masked(x, shape, ragged_axes(shape), 1)
 
+    def _places(self, extent: AxisSize) -> jax.Array:
+        """Returns the places of rows, in padding that of the row it repeats."""
+        return self.copied(lax.iota(jnp.int32, self.size(extent)), extent)
+
+    def copied(self, places: jax.Array, extent: AxisSize) -> jax.Array:
+        """Returns places along an axis, in its padding that of the row that it repeats."""
+        last = jnp.maximum(self.length(extent) - 1, 0).astype(places.dtype)
+        if not self.is_list:
+            return jnp.minimum(places, last)
+        return jnp.where(places <= last, places, jnp.zeros_like(places))
+
     def _look_up(self, eqn, values, mixed):
         (axis,) = ragged_axes(eqn.outvars[0].aval.shape)
-        extent = eqn.outvars[0].aval.shape[axis]
-        last = jnp.maximum(self.length(extent) - 1, 0)
-        positions = jnp.minimum(lax.iota(jnp.int32, self.size(extent)), last)
-        rows = jax.vmap(lambda position: look_up(eqn, values, position))(positions)
+        places = self._places(eqn.outvars[0].aval.shape[axis])
+        rows = jax.vmap(lambda position: look_up(eqn, values, position))(places)
         return [jnp.moveaxis(lax.squeeze(rows, (axis + 1,)), 0, axis)]
 
     def _reduce(
@@ -274,7 +286,7 @@ class Padded:
         strides = list(params["strides"] or (1,) * len(starts))
         of_tables = set(ragged_axes(out)).difference(ragged_axes(eqn.invars[0].aval.shape))
         for axis in of_tables.union(axis for _, axis in mixed):
-            steps = strides[axis] * lax.iota(jnp.int32, self.size(out[axis]))
+            steps = strides[axis] * self._places(out[axis])
             x = self._take(x, self.length(starts[axis]) + steps, axis)
             starts[axis], limits[axis], strides[axis] = 0, out[axis], 1
         bounds = (substituted(tuple(p), self.size) for p in (starts, limits, strides))
@@ -285,8 +297,8 @@ class Padded:
         of_tables = set(ragged_axes(sizes)).difference(ragged_axes(eqn.invars[0].aval.shape))
         for axis in of_tables.union(axis for _, axis in mixed):
             last_start = self.length(eqn.invars[0].aval.shape[axis]) - self.length(sizes[axis])
+            steps = self._places(sizes[axis])
             sizes[axis] = self.size(sizes[axis])
-            steps = lax.iota(jnp.int32, sizes[axis])
             x = self._take(x, clipped(starts[axis], last_start) + steps, axis)
             starts[axis] = jnp.zeros_like(starts[axis])
         return [lax.dynamic_slice(x, starts, substituted(tuple(sizes), self.size))]

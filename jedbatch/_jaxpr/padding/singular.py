@@ -1,7 +1,7 @@
 """Operations whose derivatives may be infinite in the padding of an instance, and only there.
 
-Padding repeats the last row, so that what is computed of it is what that row has, and as finite.
-So it has the position of that row, too: for the distances of points,
+Padding repeats the last row, or in lists the first, so that what is computed of it is what that row
+has, and as finite. So it has the position of that row, too: for the distances of points,
 
     r = sqrt(|x_i - x_j|² + (i == j))
 
@@ -57,8 +57,14 @@ def positioned(equations: Sequence[Equation]) -> frozenset[int]:
     return frozenset(found)
 
 
+def makes_others(equations: Sequence[Equation]) -> bool:
+    """Returns whether some equation makes rows in padding that are no copies of others."""
+    together = (*REDUCTIONS, "dot_general")
+    return any(eqn.primitive.name not in together and mixed_axes(eqn) for eqn in equations)
+
+
 def positions(padded: Any, eqn: Equation, counted: Array) -> Array:
-    """Returns positions along an axis; in padding, where it matters, that of the last row.
+    """Returns positions along an axis; in padding, where it matters, that of the row it repeats.
 
     Args:
       padded: the rules that the equation runs by, see `_jaxpr.padding.padded_rules`.
@@ -71,8 +77,7 @@ def positions(padded: Any, eqn: Equation, counted: Array) -> Array:
         counted = counted + padded.offset.astype(counted.dtype)
     if not padded.differentiable or not is_ragged((extent,)):
         return counted
-    last = jnp.maximum(padded.length(extent) - 1, 0)
-    return jnp.minimum(counted, last.astype(counted.dtype))
+    return padded.copied(counted, extent)
 
 
 def without_poles(padded: Any, eqn: Equation, values: Sequence[Array]) -> list[Array]:
@@ -99,5 +104,6 @@ def without_poles(padded: Any, eqn: Equation, values: Sequence[Array]) -> list[A
             x = jnp.where(there, x, jnp.asarray(ordinary, x.dtype))
         return x
 
-    operands = SINGULAR[eqn.primitive.name]
+    # What is the same for all rows is finite.
+    operands = [k for k in SINGULAR[eqn.primitive.name] if is_ragged(eqn.invars[k].aval.shape)]
     return [guarded(x) if k in operands else x for k, x in enumerate(values)]

@@ -169,7 +169,10 @@ class CellCalls:
         known = self._numbers.get(key)
         agree = known and all(known.agree(r.length, r.numbers[counts]) for r in same)
         if known is None or (known.are_guessed and not agree):
-            found = numbers_of_length({r.length: r.numbers[counts] for r in same})
+            numbers = {r.length: r.numbers[counts] for r in same}
+            found = numbers_of_length(numbers)
+            if found is None:  # as `max(n - 1, 1)` of one element is another number
+                found = numbers_of_length({n: x for n, x in numbers.items() if n > 1})
             if found is not None:
                 self._numbers[key] = known = found
                 padded = self.padded_types.items()
