@@ -84,7 +84,7 @@ from jedbatch._record.operations.sequences import Elements, Sequenced, check_ele
 from jedbatch._record.operations.stacking import MAKES_STACKS, Stacking
 from jedbatch._record.operations.static_numbers import STATIC, row_of_weight, with_data
 from jedbatch._record.operations.symbols import Shared, Symbol, Value, frozen
-from jedbatch._record.run.rows import Rows
+from jedbatch._record.run.rows import ArrayRows
 from jedbatch._record.types.custom_rules import (
     calling_with_forward_rule,
     calling_with_reverse,
@@ -248,7 +248,7 @@ class Recorder(Trace):
             row = array_type(sequence.numbers[0]) if sequence else (shape[1:], *kind)
             number = self.registry.value_type(*row)
             values = [self.leaf_value(number, leaf, (k,)) for k in range(shape[0])]
-            kind_of_sequence: Any = type(sequence.numbers) if sequence else Rows
+            kind_of_sequence: Any = type(sequence.numbers) if sequence else ArrayRows
             symbols[leaf] = kind_of_sequence(values)
         if sequences:
             self.stacking = Stacking(self)

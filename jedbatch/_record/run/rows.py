@@ -25,24 +25,24 @@ from jedbatch._support.types import Array, PyTree
 MOST_ROWS = 512  # of an array, which its call reads one by one
 
 
-class Rows(NamedTuple):
+class ArrayRows(NamedTuple):
     """The rows of an array, in place of it."""
 
     rows: list[Value]
 
 
 def of_rows(fn: Callable) -> Callable:
-    """Returns a cell that does what a function does, given some arrays as `Rows`."""
+    """Returns a cell that does what a function does, given some arrays as `ArrayRows`."""
 
     @functools.wraps(fn, updated=())
     def call(*args: PyTree) -> PyTree:
-        return fn(*jax.tree.map(_as_array, args, is_leaf=lambda x: type(x) is Rows))
+        return fn(*jax.tree.map(_as_array, args, is_leaf=lambda x: type(x) is ArrayRows))
 
     return cell(call, name=getattr(fn, "__name__", type(fn).__name__))
 
 
 def _as_array(x: Any) -> Any:
-    return jnp.stack(x.rows) if type(x) is Rows else x
+    return jnp.stack(x.rows) if type(x) is ArrayRows else x
 
 
 class CallsOfRows:
@@ -57,19 +57,23 @@ class CallsOfRows:
     def __init__(self, may_be_made: bool) -> None:
         self.may_be_made = may_be_made
         self.why: str | None = None
-        self._lengths: set[tuple[int, ...]] = set()
+        self._lengths: set[int] = set()
         self._alone: set[int] = set()
 
     def leaves(self, varied: Sequence[int], arrays: Sequence[Array]) -> list[int]:
-        """Returns the arrays of an instance that are given as rows; none if that cannot be.
+        """Returns the arrays of an instance that are given as rows.
+
+        None are if they are not equally long, as lists of two lengths share no types.
 
         Args:
           varied: those whose lengths differ from instance to instance.
           arrays: of the instance.
         """
-        lengths = tuple([arrays[i].shape[0] for i in varied])
-        self._lengths.add(lengths)
-        return [*varied] if all(0 < n <= MOST_ROWS for n in lengths) else []
+        lengths = {arrays[i].shape[0] for i in varied}
+        if len(lengths) != 1 or not 0 < min(lengths) <= MOST_ROWS:
+            return []
+        self._lengths |= lengths
+        return [*varied]
 
     @property
     def are_few(self) -> bool:

@@ -49,7 +49,7 @@ class Instances(NamedTuple):
       numbers: of the instances in the minibatch, for messages.
       types: called with the place of an instance that is about to be recorded, gives (shape, dtype,
         weak) of its arrays; None, or given none, if extents are to be known.
-      rows: of each, the arrays that are given as `Rows`; None if none are.
+      rows: of each, the arrays that are given as `ArrayRows`; None if none are.
     """
 
     mapped: Sequence[Sequence[Any]]
