@@ -41,7 +41,11 @@ from jedbatch._program.stopped import shown_instances
 from jedbatch._ragged.length_families import ArrayType, LengthFamily, Pair, SymbolicTypes
 from jedbatch._record.identity.assumptions import Assumptions
 from jedbatch._record.instances.arrays import array_type
-from jedbatch._record.operations.sequences import places_of_sequences
+from jedbatch._record.operations.sequences import (
+    Sequenced,
+    places_of_sequences,
+    without_number,
+)
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 
@@ -125,10 +129,10 @@ class Lengths:
             return self.apart
         return self.off if any(n is None for n in self._kinds.values()) else None
 
-    def varied(self, key: Hashable) -> list[int]:
-        """Returns the arrays whose lengths differ, of an instance with some key that was seen."""
-        family = self._families.get(_general(key)[1])
-        return [] if family is None else self._ragged(family)
+    def varied(self, key: Hashable) -> tuple[LengthFamily | None, list[int]]:
+        """(family, arrays whose lengths differ) of an instance, given a key that was seen."""
+        family: LengthFamily | None = self._families.get(_general(key)[1])
+        return family, [] if family is None else self._ragged(family)
 
     def none_apart(self) -> None:
         """Notes instances that `look` need not look at: nothing tells them apart."""
@@ -505,7 +509,10 @@ def _general(key: Hashable) -> tuple[Hashable, Hashable]:
         if head == "array":
             token = ("array", token[1][1:], len(token[1]), *token[2:])
         general.append(token)
-        form.append(head if isinstance(head, type) and _is_number(head) else token)
+        if head is Sequenced:
+            form.append(without_number(token))
+        else:
+            form.append(head if isinstance(head, type) and _is_number(head) else token)
     return tuple(general), tuple(form)
 
 

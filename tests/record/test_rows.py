@@ -179,6 +179,27 @@ def test_no_rows_and_many():
         assert_close(found, jnp.stack([fn(PARAMS, x) for x in instances]), rtol=1e-4)
 
 
+def test_other_structures_are_packed():
+    """What needs no lengths runs for all of them, though other instances are calls of rows."""
+
+    def fn(p, x):
+        return jnp.tanh(x["packed"] @ p["W"]).sum(0) if "packed" in x else of_array(p, x["rows"])[0]
+
+    fn = lambda p, x, fn=fn: jnp.sum(fn(p, x))  # noqa: E731
+    batched = jedbatch.batch(fn)
+    first, second = minibatches(array, *LENGTHS)
+    for arrays in first, second:
+        for name in "packed", "rows":
+            instances = [{name: x} for x in arrays]
+            found = batched(PARAMS, instances)
+            assert_close(found, jnp.stack([fn(PARAMS, x) for x in instances]), rtol=1e-4)
+    (unseen,) = minibatches(array, (13, 14, 15, 16))
+    assert batched.plan(PARAMS, [{"packed": x} for x in unseen]).ragged_rows is not None
+    plan = batched.plan(PARAMS, [{"rows": x} for x in unseen])
+    assert plan.ragged_rows is None
+    assert len(plan.graph.node_type) == len(unseen)
+
+
 def test_new_lengths_are_not_warned_of():
     batched = jedbatch.batch(of_words)
     lengths = np.random.default_rng(0).permutation(np.arange(2, 32)).reshape(10, 3)

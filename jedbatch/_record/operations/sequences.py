@@ -139,6 +139,12 @@ def places_of_sequences(key: Hashable) -> frozenset[int]:
     return frozenset(*found)
 
 
+def without_number(token: tuple) -> tuple:
+    """Returns what `Sequenced.key` says of instances, but how many elements sequences have."""
+    kind, places, *of_each = token
+    return (kind, places, *[x[:2] for x in of_each])
+
+
 class Elements(Operands):
     """The elements of a sequence while an instance is recorded.
 

@@ -9,6 +9,7 @@ whose length differs, and puts them together again.
 """
 
 import functools
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -52,11 +53,13 @@ class CallsOfRows:
       may_be_made: whether they may: the function calls no cells, as far as is known, and calls of
         most lengths share types.
       why: lengths have to be known, if they are; None if they are not made yet.
+      families: of the instances that they are made of.
     """
 
     def __init__(self, may_be_made: bool) -> None:
         self.may_be_made = may_be_made
         self.why: str | None = None
+        self.families: weakref.WeakSet[Any] = weakref.WeakSet()
         self._lengths: set[int] = set()
         self._alone: set[int] = set()
 

@@ -182,7 +182,9 @@ class RecordCache:
         types = self.lengths.look(keys, arrays)
         if self.calls_of_rows.why is not None:
             self.lengths.none_apart()
-            return [None] * len(types)
+            families = self.calls_of_rows.families
+            others = [self.lengths.varied(k)[0] not in families for k in keys]
+            types = [t if other else None for t, other in zip(types, others, strict=True)]
         bound, least = self.lengths.bound, self.lengths.least
         is_long = bound is not None and self.lengths.longest > bound
         if not is_long and least == 1:

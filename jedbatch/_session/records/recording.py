@@ -388,8 +388,8 @@ class Recording:
         calls = cache.calls_of_rows
         if not (calls.may_be_made and self.key is None and any(instances.arrays)):
             return record_either_way(cache, record, instances)
-        pairs = zip(keys, instances.arrays, strict=True)
-        rows = [calls.leaves(cache.lengths.varied(k), arrays) for k, arrays in pairs]
+        families, varied = zip(*map(cache.lengths.varied, keys), strict=True)
+        rows = list(map(calls.leaves, varied, instances.arrays))
         if calls.are_few or not any(rows):
             return record_either_way(cache, record, instances)
         if calls.why is None:
@@ -402,6 +402,7 @@ class Recording:
             in_rows = functools.partial(trace, self.of_rows, cache.registry, **options)
             recorded = record_either_way(cache, in_rows, instances._replace(rows=rows))
             if calls.share_types(recorded[0][0].whole, cache.registry.arities.padded):
+                calls.families.update(x for x in families if x is not None)
                 return recorded
         except PerformanceWarning:  # where it is an error
             raise
