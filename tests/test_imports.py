@@ -38,7 +38,7 @@ ALLOWED = {
     "_batch": "_export _control_flow _session _learn _ragged _program _kernel _schedule _record "
     "_jaxpr _graph _support",
     "_commands": "data models policies serve testing viz",
-    "policies": "_schedule _jaxpr",
+    "policies": "_schedule",
     "ragged": "",
     "viz": "_draw _program _schedule _graph _support",
     "__init__": "_batch _export _lazy _kernel _layout _record _learn _schedule _graph errors "

@@ -5,12 +5,11 @@ from typing import Any, Literal, TypedDict, TypeVar, Unpack, overload
 
 from jedbatch import checks
 from jedbatch._batch.batched import Batched
-from jedbatch._jaxpr.lane_policies import LanePolicy, checked_lane_policy, least_loss
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._kernel.target import Target, checked_target
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.core import Core
-from jedbatch._session.options import ONE_EXECUTOR, Options
+from jedbatch._session.options import ONE_EXECUTOR, ONE_LANE_POLICY, Options
 from jedbatch._session.records.arguments import checked_axes
 from jedbatch._support.types import (
     ControlFlowName,
@@ -29,7 +28,6 @@ class BatchOptions(TypedDict, total=False):
     """The options of `batch`, for type checkers."""
 
     policy: Policy | None
-    lane_policy: LanePolicy
     key: Callable[..., Hashable] | None
     cache_size: int
     cache_bytes: int
@@ -85,14 +83,13 @@ def batch(
     out_axes: int | None = 0,
     **options: Unpack[BatchOptions],
 ) -> Batched[*Anything, Any]: ...
-@checks.without(executor=ONE_EXECUTOR)
+@checks.without(executor=ONE_EXECUTOR, lane_policy=ONE_LANE_POLICY)
 def batch(
     fn: Callable,
     in_axes: int | Sequence[int | None] = (None, 0),
     out_axes: int | None = 0,
     *,
     policy: Policy | None = None,
-    lane_policy: LanePolicy = least_loss,
     key: Callable[..., Hashable] | None = None,
     cache_size: int = 65536,
     cache_bytes: int = 1 << 30,
@@ -156,9 +153,6 @@ def batch(
       policy: chooses which type of node runs next: one of `jedbatch.policies`, what
         `jedbatch.learn` returned, or any callable from a `Frontier` to a type id. None learns one
         while the first minibatch is planned, unless a schedule by rank is optimal.
-      lane_policy: chooses which block of loops in loops runs next on the device (see
-        `control_flow`): `jedbatch.policies.least_loss` or `most_lanes`, or any callable from a
-        `LaneFrontier` to the number of a step. It changes how many steps run, and no result.
       key: maps the mapped arguments of an instance to something hashable that decides its graph,
         for instances that cannot be compared by value; their graphs are then remembered too.
       cache_size: how many instances' graphs are remembered. Instances are remembered if they are
@@ -234,7 +228,6 @@ def batch(
     axes = checked_axes(fn, in_axes, out_axes)
     if policy is not None:
         checked_policy(policy)
-    checked_lane_policy(lane_policy)
     options = Options(
         layout,
         reuse,
@@ -247,4 +240,4 @@ def batch(
         max_steps,
         LaneCounter() if checks.flag("batch", "count_steps", count_steps) else None,
     )
-    return Batched(Core(fn, axes, out_axes, policy, options.checked("batch"), lane_policy))
+    return Batched(Core(fn, axes, out_axes, policy, options.checked("batch")))

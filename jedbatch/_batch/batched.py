@@ -24,7 +24,6 @@ from jedbatch._batch.warming import warm
 from jedbatch._export.exported import NO_EXECUTABLES, Exported
 from jedbatch._export.exporting import export, graph
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.lane_policies import LanePolicy, checked_lane_policy
 from jedbatch._jaxpr.lane_steps import LaneSteps
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.executors import median_seconds
@@ -94,18 +93,6 @@ class Batched(Generic[*Given, Result]):
     @policy.setter
     def policy(self, policy: Policy | None) -> None:
         self._core.policy = Adaptive() if policy is None else checked_policy(policy)
-
-    @property
-    def lane_policy(self) -> LanePolicy:
-        """The policy for lanes: which block of nested loops runs next on the device.
-
-        Assigned, it holds for calls and plans made from then on, whose programs are compiled anew.
-        """
-        return self._core.lane_policy
-
-    @lane_policy.setter
-    def lane_policy(self, policy: LanePolicy) -> None:
-        self._core.lane_policy = checked_lane_policy(policy)
 
     def __call__(self, *args: *Given, **named: Any) -> Result:
         """Runs the function on all instances.

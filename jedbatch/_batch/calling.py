@@ -208,7 +208,7 @@ def apply(core: Core, args: tuple, inputs: dict[str, Any] | None = None) -> Any:
             f"{differences(of_plan.configuration, session.programs.configuration)}. Make a "
             "new one with `plan(*shared, instances)`, or set the option as it was."
         )
-    if of_plan.arguments_key != session.programs.arguments_key:
+    if of_plan.key != session.programs.key:
         raise ValueError(
             "`apply` got shared arguments of another structure, shapes or dtypes than the "
             "plan was made for; make a new one with `plan(*shared, instances)`."

@@ -14,9 +14,8 @@ def learn(core: Core, args: tuple, options: dict[str, Any]) -> FSM:
     if "lanes" in options:
         raise TypeError(
             f"`learn` got lanes={checks.brief(options['lanes'])}; expected options of "
-            "`jedbatch.learn`. Policies for lanes are not learned: leave the option out, and give "
-            "`lane_policy=` of `jedbatch.batch` one of `jedbatch.policies`, such as `least_loss`, "
-            "the default, or a function of your own."
+            "`jedbatch.learn`. Which block of nested loops runs next is not learned: leave the "
+            "option out."
         )
     shared, instances = core.arguments.split(args)
     session, _ = core.session(shared)

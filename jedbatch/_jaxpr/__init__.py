@@ -58,8 +58,8 @@ Read in this order:
 36. `registers`: Basic blocks, and the registers of values that live between them.
 37. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-38. `lane_policies`: Policies for lanes: which block runs next, where each lane is at its own place
-   of a program.
+38. `lane_costs`: Costs of steps for lanes, each at its own place of a program: which block runs
+   next.
 39. `program_counters`: A machine for lanes that are at different places of a program.
 40. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.

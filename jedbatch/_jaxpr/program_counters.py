@@ -8,8 +8,7 @@ their registers, runs the block for them by `vmap`, writes their registers, and 
 queue of the block it comes to. Nobody waits for a lane that is not at the same block.
 
 **Which block.** A step of W lanes takes the time S + W c, where c is the work of the block and S
-what a step costs by itself. A policy says which step is next; by default the one that loses least
-(see `_jaxpr.lane_policies`).
+what a step costs by itself. The step that loses least is next (see `_jaxpr.lane_costs`).
 
 **Short bodies.** The body of an innermost loop is a block that comes after itself. It runs again
 for the same lanes until places of lanes that have left would have done the work of a step: what
@@ -40,14 +39,8 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.basic_blocks import cut
 from jedbatch._jaxpr.interpret import has_gradient
+from jedbatch._jaxpr.lane_costs import LaneBlocks
 from jedbatch._jaxpr.lane_loops import Repeats
-from jedbatch._jaxpr.lane_policies import (
-    LaneBlocks,
-    LaneFrontier,
-    LanePolicy,
-    least_loss,
-    next_step,
-)
 from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.registers import BasicBlock, BlockProgram, Slot
 from jedbatch._jaxpr.storage import from_stored, stored, to_stored
@@ -70,7 +63,6 @@ class LaneRule:
     """How lanes run.
 
     Attributes:
-      policy: which step is next.
       step_work: floating-point operations done while a step is started.
       branch_lanes: how many lanes of a branch run together.
       nest_work: of all lanes in the block with most work, in starts of steps, from which on loops
@@ -79,7 +71,6 @@ class LaneRule:
         of steps. On a GPU each is a node of a CUDA graph, which costs more than it saves.
     """
 
-    policy: LanePolicy = least_loss
     step_work: float = STEP_WORK
     branch_lanes: int = BRANCH_LANES
     nest_work: float = NEST_WORK
@@ -288,7 +279,7 @@ def _until_last(
     between = program.blocks[1:-1]
     blocks = lane_blocks(program, size, rule.step_work)
     steps = list(zip(blocks.block, blocks.width, strict=True))
-    choose = _chooser(blocks, rule.policy)
+    choose = _chooser(blocks)
     arrived = _Arrived(after - 1, exists, len(between))
     none = jnp.zeros(len(between), jnp.int32)
     queue = jnp.zeros((len(between), size), jnp.int32)
@@ -335,7 +326,7 @@ def _until_last(
     return registers | state.registers
 
 
-def _chooser(blocks: LaneBlocks, policy: LanePolicy) -> Callable[[Array], Array]:
+def _chooser(blocks: LaneBlocks) -> Callable[[Array], Array]:
     """Returns a function from how many lanes wait at each block to the number of a step.
 
     It is that of all steps where no lane is left.
@@ -346,8 +337,7 @@ def _chooser(blocks: LaneBlocks, policy: LanePolicy) -> Callable[[Array], Array]
         is_left = count.sum() > 0
         if every == 1:
             return jnp.where(is_left, 0, 1).astype(jnp.int32)
-        step = next_step(policy, LaneFrontier(blocks, count))
-        return jnp.where(is_left, step, every).astype(jnp.int32)
+        return jnp.where(is_left, blocks.least_loss(count), every).astype(jnp.int32)
 
     return choose
 

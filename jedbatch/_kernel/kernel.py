@@ -50,7 +50,6 @@ from jedbatch._jaxpr.interpret import (
 )
 from jedbatch._jaxpr.lane_loops import flag_variable
 from jedbatch._jaxpr.lane_steps import LaneCounter, LaneForms, program_of
-from jedbatch._jaxpr.program_counters import LaneRule
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.storage import Kind, distinct_kinds, from_stored, row_bytes, stored, to_stored
 from jedbatch._jaxpr.versions import Atom, Equation
@@ -122,7 +121,6 @@ class Kernel:
         plain: bool = False,
         control_flow: ControlFlowName = "auto",
         max_steps: int | None = None,
-        lanes: LaneRule | None = None,
         counter: LaneCounter | None = None,
     ):
         """Makes the program of a type.
@@ -137,7 +135,7 @@ class Kernel:
         self.reached = reached
         self.control_flow = control_flow
         self.max_steps = max_steps
-        self.lanes = lanes or lane_rule(target)
+        self.lanes = lane_rule(target)
         self.forms = LaneForms()
         self.counter = counter
         self._bodies: dict[tuple[BranchesName, bool], Sequence[Equation]] = {}
@@ -397,7 +395,6 @@ class Kernel:
                 plain=True,
                 control_flow=self.control_flow,
                 max_steps=self.max_steps,
-                lanes=self.lanes,
                 counter=self.counter,
             )
         made.forms = self.forms

@@ -17,8 +17,7 @@ import numpy as np
 from jax.core import ShapedArray
 
 from jedbatch._jaxpr.configuration import any_traced, configuration, without_mesh
-from jedbatch._jaxpr.identity import Same, tree_key
-from jedbatch._jaxpr.lane_policies import LanePolicy, least_loss
+from jedbatch._jaxpr.identity import tree_key
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.host_arrays import results_from
@@ -55,7 +54,6 @@ class Core:
       out_axes: None for a list of results.
       policy: cuts graphs into batches; it learns if none was given.
       options: of the batched function.
-      lane_policy: which block of nested loops runs next on the device.
       recording: makes records of instances.
       environment: what the function reads besides its arguments.
       sessions: what is kept for each structure of shared arguments.
@@ -70,7 +68,6 @@ class Core:
         out_axes: int | None,
         policy: Policy | None,
         options: Options,
-        lane_policy: LanePolicy = least_loss,
     ):
         self.fn = fn
         self.name = getattr(fn, "__name__", type(fn).__name__)
@@ -78,7 +75,6 @@ class Core:
         self.out_axes = out_axes
         self.policy: Policy = Adaptive() if policy is None else policy
         self.options = options
-        self.lane_policy = lane_policy
         self.recording = Recording(without_jit(fn), self.arguments.join, options.key)
         self.environment = Environment(self.recording.fn)
         self.sessions: Memory = Memory(MAX_SESSIONS)
@@ -92,17 +88,11 @@ class Core:
         """Returns what copies and pickles are made of; they have empty caches, and learn anew."""
         policy = None if isinstance(self.policy, Adaptive) else self.policy
         options = replace(self.options, counter=self.options.counter and LaneCounter())
-        given = self.fn, self.arguments.axes, self.out_axes, policy, options, self.lane_policy
-        return type(self), given
+        return type(self), (self.fn, self.arguments.axes, self.out_axes, policy, options)
 
     def twin(self, **changes: Any) -> "Core":
         """Returns the same function with empty caches, and with what is given in place of its."""
-        given = {
-            "out_axes": self.out_axes,
-            "policy": self.policy,
-            "options": self.options,
-            "lane_policy": self.lane_policy,
-        }
+        given = {"out_axes": self.out_axes, "policy": self.policy, "options": self.options}
         return Core(self.fn, self.arguments.axes, **{**given, **changes})
 
     @property
@@ -137,14 +127,11 @@ class Core:
         leaves, structure = self.arguments.leaves(shared)
         types, found = self._types_of_leaves.of(leaves)
         target = self.options.target or (found if devices is None else devices.target)
-        lanes = self.lane_policy
-        key = tree_key(structure), types, target, configuration(), Same(lanes)
+        key = tree_key(structure), types, target, configuration()
         session = self.sessions.use(key)
         if session is None or session.is_full:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
-            session = Session.empty(
-                avals, structure, self.options, target, self.environment, key, lanes
-            )
+            session = Session.empty(avals, structure, self.options, target, self.environment, key)
             session = self._keep(key, session)
         return session, leaves
 

@@ -19,6 +19,9 @@ ONE_EXECUTOR = (
     "by line, and `jax_debug_nans` names the cell. `batched.warm` compiles before the first call, "
     "and JAX keeps programs for the next process where `jax_compilation_cache_dir` is set."
 )
+ONE_LANE_POLICY = (
+    "The block of nested loops that runs next is the one that loses least; leave the option out."
+)
 NO_OP = (
     'There is no "op" any more: with "cell", operations outside of cells are nodes of their own. '
     "Leave out `jedbatch.cell` and `jax.jit` where each operation is to be a node."

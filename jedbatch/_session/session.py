@@ -12,7 +12,6 @@ from jax.tree_util import PyTreeDef
 from jedbatch._graph.record import Record
 from jedbatch._graph.structures import Structures
 from jedbatch._graph.types import NodeType
-from jedbatch._jaxpr.lane_policies import LanePolicy, least_loss
 from jedbatch._jaxpr.lane_steps import LaneForms
 from jedbatch._jaxpr.zeros import Sources
 from jedbatch._kernel.target import Target
@@ -98,7 +97,6 @@ class Session:
         target: Target,
         environment: Environment | None = None,
         key: tuple[Hashable, ...] = (),
-        lane_policy: LanePolicy = least_loss,
     ) -> "Session":
         """Returns a session in which nothing has been met.
 
@@ -109,7 +107,6 @@ class Session:
           target: what to make programs for.
           environment: what the function reads besides its arguments.
           key: of this session among those of the batched function.
-          lane_policy: which block runs next where nodes are at different places of a program.
         """
         budget = Budget(options.cache_bytes)
         registry = Registry(avals, structure, budget, options.max_steps is not None)
@@ -120,7 +117,6 @@ class Session:
             key,
             options.control_flow,
             options.max_steps,
-            lane_policy,
             options.counter,
         )
         session = cls(registry, RecordCache(registry, options, target), programs, options)

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from cases import programs
 from cases.helpers import assert_close, loop, mostly_slow, number
-from cases.loops import loop_in_loop
 
 import jedbatch
 from jedbatch import Exported
@@ -223,22 +222,6 @@ def test_platforms():
     elsewhere = again(batched.export(P, TREES, platforms=["cuda"]))
     with pytest.raises(ValueError, match="exported for cuda, and this process computes on 'cpu'"):
         elsewhere.plan(batched.graph(P, TREES))
-
-
-def test_the_policy_for_lanes_is_that_of_programs_for_other_platforms():
-    asked = []
-
-    def policy(frontier):
-        asked.append(frontier)
-        return jedbatch.policies.least_loss(frontier)
-
-    given = [(jnp.int32(n), jnp.ones(4)) for n in range(3)]
-    fn = lambda p, x: (p, loop_in_loop(*x))  # noqa: E731
-    batched = jedbatch.batch(fn, lane_policy=policy, control_flow="lanes")
-    for platform in ("cpu", "cuda"):
-        asked.clear()
-        batched.export(jnp.ones(()), given, platforms=[platform])
-        assert asked, platform
 
 
 @pytest.mark.slow

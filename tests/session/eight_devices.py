@@ -19,7 +19,6 @@ import jedbatch
 from jedbatch import testing
 from jedbatch.data import synthetic_treebank
 from jedbatch.errors import UnfinishedLoopError
-from jedbatch.policies import least_loss, most_lanes
 
 DEVICES = np.array(jax.devices())
 MESH = Mesh(DEVICES, ("data",))
@@ -410,18 +409,13 @@ def spin(p, n):
     return jax.lax.while_loop(lambda c: c[0] != n, body, (0, p["e"][0]))[1]
 
 
-def check_loops_under_policies_for_lanes():
-    """A plan keeps the policy that it was made with."""
+def check_nested_loops():
     numbers = [3, 0, 5, 1, 2, 4, 6, 1, 0, 2, 3]
     batched = jedbatch.batch(spin, control_flow="lanes", max_steps=7)
     apply = jax.jit(batched.apply)
-    plans = []
-    for policy in (most_lanes, least_loss):
-        batched.lane_policy = policy
-        plans.append(batched.plan(PARAMS, numbers, gradient=False, mesh=MESH))
-    for plan in plans:
-        assert_close(loop(spin, PARAMS, numbers), apply(PARAMS, plan))
-        assert_close(loop(spin, PARAMS, numbers), batched.apply(PARAMS, plan))
+    plan = batched.plan(PARAMS, numbers, gradient=False, mesh=MESH)
+    assert_close(loop(spin, PARAMS, numbers), apply(PARAMS, plan))
+    assert_close(loop(spin, PARAMS, numbers), batched.apply(PARAMS, plan))
     numbers[4] = numbers[9] = -1  # in shards of their own
     plan = batched.plan(PARAMS, numbers, gradient=False, mesh=MESH)
     message = raised(lambda: batched.apply(PARAMS, plan), UnfinishedLoopError)

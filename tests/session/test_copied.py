@@ -10,7 +10,7 @@ import pytest
 from cases.helpers import assert_close, loop
 
 import jedbatch
-from jedbatch.policies import agenda, most_lanes
+from jedbatch.policies import agenda
 
 W = jnp.eye(4) * 0.5
 XS = [np.full(4, i, np.float32) for i in range(3)]
@@ -30,14 +30,14 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("is_used", [False, True])
 def test_copies_are_functions_of_their_own(way, is_used):
-    options = {"policy": agenda, "lane_policy": most_lanes, "out_axes": None, "max_steps": 7}
+    options = {"policy": agenda, "out_axes": None, "max_steps": 7}
     batched = jedbatch.batch(functools.partial(scaled, by=2.0), (None, 0), **options)
     if is_used:
         batched(W, XS)
         batched(W, np.stack(XS * 3))
     copied = WAYS[way](batched)
     assert copied.compilations == 0
-    assert (copied.policy, copied.lane_policy) == (batched.policy, batched.lane_policy)
+    assert copied.policy == batched.policy
     assert (copied.in_axes, copied._core.name) == (batched.in_axes, batched._core.name)
     expected = loop(batched._core.fn, W, XS)
     before = batched.compilations

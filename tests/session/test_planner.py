@@ -23,7 +23,6 @@ import jedbatch
 from jedbatch._batch.planner import Planner, Prepared
 from jedbatch._batch.processes import Pool, in_processes, received
 from jedbatch.errors import PlannedHereWarning
-from jedbatch.policies import most_lanes
 
 pytestmark = pytest.mark.unoptimized
 
@@ -327,8 +326,8 @@ def test_programs_may_have_types_and_classes_that_the_sample_lacks():
     assert_is_loop(batched, planner.attach(prepared), pairs, planned.of_pair)
 
 
-def test_plans_of_loops_follow_a_policy_for_lanes():
-    batched = jedbatch.batch(planned.spin, control_flow="lanes", lane_policy=most_lanes)
+def test_plans_of_nested_loops():
+    batched = jedbatch.batch(planned.spin, control_flow="lanes")
     numbers = [3, 0, 5, 1, 4]
     planner = batched.planner(PARAMS, numbers, gradient=False)
     prepared = copied(planner)(numbers)

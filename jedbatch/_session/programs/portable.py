@@ -141,7 +141,6 @@ class ImportedPrograms(ProgramCache):
             (),
             programs.control_flow,
             programs.max_steps,
-            programs.lanes.policy,
         )
         self.version = -1
         self._specs: dict[str, KernelSpec] = {}

@@ -1,7 +1,6 @@
 """`ProgramCache`: the kernels and programs that are kept between minibatches."""
 
 import collections
-import dataclasses
 import functools
 import itertools
 import math
@@ -15,11 +14,10 @@ from jax.core import Tracer
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.configuration import finds_faults, without_mesh
 from jedbatch._jaxpr.faults import located
-from jedbatch._jaxpr.lane_policies import LanePolicy, least_loss
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._kernel.kernel import Kernel
-from jedbatch._kernel.target import Target, lane_rule
+from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.capacity import MAX_OVERSIZE, find_or_grow
@@ -100,14 +98,15 @@ class ProgramCache:
         key: tuple[Hashable, ...],
         control_flow: ControlFlowName = "auto",
         max_steps: int | None = None,
-        lane_policy: LanePolicy = least_loss,
         counter: LaneCounter | None = None,
     ):
         self.registry, self.control_flow, self.max_steps = registry, control_flow, max_steps
         self.outside = OutsideValues(registry, environment)
-        self.lanes = dataclasses.replace(lane_rule(target), policy=lane_policy)
-        loops = {"control_flow": control_flow, "max_steps": max_steps, "counter": counter}
-        self._loops: Any = {**loops, "lanes": self.lanes}
+        self._loops: Any = {
+            "control_flow": control_flow,
+            "max_steps": max_steps,
+            "counter": counter,
+        }
         self.target = target
         self.environment, self.key = environment, key
         budget = registry.budget
@@ -137,14 +136,9 @@ class ProgramCache:
         )
 
     @property
-    def arguments_key(self) -> Hashable:
-        """The key without the policy for lanes, by which it ends."""
-        return self.key[:-1]
-
-    @property
     def configuration(self) -> Any:
-        """How JAX is configured for these programs, which comes before that policy."""
-        return self.key[-2]
+        """How JAX is configured for these programs, by which the key ends."""
+        return self.key[-1]
 
     def kernel(self, type_id: int) -> Kernel:
         """The kernel of a node type."""

@@ -1,0 +1,213 @@
+"""Which block of lanes runs next: steps as a simulator of queues counts them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.loops import loop_in_loop
+from jax import lax
+
+import jedbatch
+from jedbatch._jaxpr.lane_costs import LARGEST_COST, LaneBlocks
+from jedbatch._jaxpr.lane_steps import counting
+from jedbatch._jaxpr.program_counters import LaneRule, _cut_for, lane_blocks, run_lanes
+
+# Programs of lanes are compiled as users do in `test_program_counters.py`.
+pytestmark = pytest.mark.unoptimized
+
+SIZE = 37
+STEP_WORK = 300.0  # little, for blocks of these programs to have several widths
+
+
+def instances(size=SIZE, most=7):
+    rng = np.random.default_rng(0)
+    numbers = jnp.asarray(rng.integers(0, most, size), jnp.int32)
+    return numbers, jnp.asarray(np.random.default_rng(1).normal(size=(size, 4)), jnp.float32)
+
+
+def counted(fn, n, x):
+    """Returns (results of lanes, counts by block and width)."""
+    program, shape = jax.make_jaxpr(fn, return_shape=True)(n[0], x[0])
+    rule = LaneRule(STEP_WORK)
+    with counting() as counter:
+        counter.begin()
+        outs = jax.jit(lambda *xs: run_lanes(program, xs, [True, True], len(n), rule=rule))(n, x)
+        jax.block_until_ready(outs)
+        jax.effects_barrier()
+    found = {(b - 1, width): row for (_, _, b, _, width), row in counter.found.items()}
+    return jax.tree.unflatten(jax.tree.structure(shape), outs), found
+
+
+def blocks_in(fn, n, x):
+    """Returns (the blocks of a function and their steps, which of them come after themselves)."""
+    program, found = jax.make_jaxpr(fn)(n[0], x[0]), []
+    jax.eval_shape(lambda *xs: found.append(_cut_for(program, xs, [True, True])), n, x)
+    repeats = [block.repeats for block in found[0].blocks[1:-1]]
+    return lane_blocks(found[0], len(n), STEP_WORK), repeats
+
+
+def visits_of(often):
+    """Returns the blocks of `loop_in_loop` that a lane visits, and its trips in each in a row."""
+    visits = []
+    for i in range(often):
+        inner = (i * often) % 5
+        visits += [[0, 1], *([[1, inner]] if inner else []), [2, 1]]
+    return visits
+
+
+def simulated(blocks, repeats, lanes):
+    """Returns int64[K, 3], the counts of each step, where lanes make some visits in queues."""
+    choose = jax.jit(blocks.least_loss)
+    counts = np.zeros((len(blocks.block), 3), np.int64)
+    left = [list(map(list, visits)) for visits in lanes]
+    queues = [[] for _ in blocks.work]
+
+    def arrive(lane):
+        if left[lane]:
+            queues[left[lane][0][0]].append(lane)
+
+    for lane in range(len(lanes)):
+        arrive(lane)
+    while any(queues):
+        waiting = np.array(list(map(len, queues)), np.int32)
+        step = int(choose(waiting))
+        block, width = blocks.block[step], blocks.width[step]
+        taken, queues[block] = queues[block][:width], queues[block][width:]
+        assert taken, "nobody waits there"
+        full, wasted = min(width, int(waiting.sum())), 0
+        stay, trips = list(taken), 0
+        while stay and (not trips or (repeats[block] and wasted * blocks.work[block] < STEP_WORK)):
+            counts[step] += 1, width, len(stay)
+            for lane in stay:
+                left[lane][0][1] -= 1
+            trips, stay = trips + 1, [lane for lane in stay if left[lane][0][1]]
+            wasted += full - len(stay)
+        for lane in taken:
+            if not left[lane][0][1]:
+                left[lane].pop(0)
+            arrive(lane)
+    return counts
+
+
+def test_steps_are_those_of_queues():
+    """What each lane does is known from the function in Python."""
+    n, x = instances(70, 9)
+    blocks, repeats = blocks_in(loop_in_loop, n, x)
+    assert len(blocks.block) > len(blocks.work) == 3
+    lanes = [visits_of(often) for often in n.tolist()]
+    expected = simulated(blocks, repeats, lanes)
+    outs, found = counted(loop_in_loop, n, x)
+    ours = [found[step] for step in zip(blocks.block, blocks.width, strict=True)]
+    np.testing.assert_array_equal(ours, expected)
+    assert expected[:, 2].sum() == sum(trips for visits in lanes for _, trips in visits)
+    theirs = [jax.jit(loop_in_loop)(a, b) for a, b in zip(n, x, strict=True)]
+    for a, b in zip(outs, map(np.stack, zip(*theirs, strict=True)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+# --- what is chosen ---
+
+
+def blocks_of(work, start=100.0, widths=(4, 16, 64)):
+    steps = [(b, w) for b in range(len(work)) for w in widths]
+    return LaneBlocks(work, *zip(*steps, strict=True), start)
+
+
+def by_hand(blocks, waiting):
+    """The step that loses least, by the definition, in exact fractions of the unit of costs."""
+    left, lost = sum(waiting), []
+    for k, (b, w) in enumerate(zip(blocks.block, blocks.width, strict=True)):
+        taken = min(waiting[b], w)
+        shares = [
+            int(blocks.costs[j]) // min(blocks.width[j], left)
+            for j in range(len(blocks.block))
+            if blocks.block[j] == b
+        ]
+        lost.append(int(blocks.costs[k]) - taken * min(shares) if taken else float("inf"))
+    return lost.index(min(lost))
+
+
+def test_least_loss_is_what_its_definition_says():
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        blocks = blocks_of(tuple(rng.integers(1, 1000, 3).astype(float)))
+        waiting = rng.multinomial(rng.integers(1, 65), rng.dirichlet([0.5] * 3)).astype(np.int32)
+        assert int(blocks.least_loss(waiting)) == by_hand(blocks, waiting.tolist())
+
+
+def test_costs_are_whole_numbers_that_products_of_lanes_do_not_exceed():
+    blocks = blocks_of((1e7, 3.0), widths=(8, 8192))
+    assert blocks.costs.dtype == np.int32
+    assert blocks.costs.max() == LARGEST_COST
+    waiting = np.array([8000, 192], np.int32)
+    assert int(blocks.least_loss(waiting)) == by_hand(blocks, waiting.tolist())
+
+
+def test_nested_maps_of_lanes():
+    """An outer `vmap` over lanes with program counters."""
+    n, x = instances(8, 4)
+    program = jax.make_jaxpr(loop_in_loop)(n[0], x[0])
+    rule = LaneRule(STEP_WORK)
+    lanes = functools.partial(run_lanes, program, in_batched=[True, True], size=8, rule=rule)
+    both = jax.jit(jax.vmap(lambda x: lanes(args=[n, x])[1]))(jnp.stack([x, 2 * x]))
+    for ours, given in zip(both, (x, 2 * x), strict=True):
+        theirs = np.stack([loop_in_loop(a, b)[1] for a, b in zip(n, given, strict=True)])
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_single_block_needs_no_choice():
+    def spin(n, x):
+        return lax.while_loop(lambda c: c[0] > 0, lambda c: (c[0] - 1, jnp.sin(c[1])), (n, x))[1]
+
+    n, x = instances()
+    blocks, repeats = blocks_in(spin, n, x)
+    lanes = [[[0, often]] if often else [] for often in n.tolist()]
+    expected = simulated(blocks, repeats, lanes)
+    ours, found = counted(spin, n, x)
+    np.testing.assert_allclose(ours, [spin(a, b) for a, b in zip(n, x, strict=True)], rtol=1e-5)
+    np.testing.assert_array_equal([found[0, w] for w in blocks.width], expected)
+    assert expected[:, 2].sum() == n.sum()
+
+
+# --- in batched functions ---
+
+rng = np.random.default_rng(0)
+W = jnp.asarray(rng.normal(size=(8, 8)) / 4, jnp.float32)
+TARGET = jedbatch.Target("small", step_work=500.0)
+
+
+@jedbatch.cell
+def spin_in_spin(w, n, x):
+    def body(carry):
+        i, x = carry
+        x = lax.fori_loop(0, i, lambda _, x: jnp.tanh(x @ w), x)
+        return i + 1, jnp.sin(x @ w)
+
+    return lax.while_loop(lambda c: c[0] < n, body, (0, x))[1]
+
+
+def rows(count=64):
+    draws = np.random.default_rng(1)
+    return jnp.asarray(draws.integers(0, 7, count)), jnp.asarray(draws.normal(size=(count, 8)), "f")
+
+
+@pytest.mark.parametrize("lanes", [True, False])
+def test_there_are_no_policies_for_lanes(lanes):
+    fn = jedbatch.batch(lambda w, n, x: spin_in_spin(w, n, x), (None, 0, 0))
+    with pytest.raises(TypeError, match=r"`learn` got lanes=.*leave the option out"):
+        fn.learn(W, *rows(4), lanes=lanes)
+    with pytest.raises(TypeError, match=r"`batch` got lane_policy=.*leave the option out"):
+        jedbatch.batch(lambda w, n, x: x, (None, 0, 0), lane_policy=len)
+
+
+def test_lanes_or_lock_step_by_what_a_step_costs():
+    """`auto` runs by lanes where a step costs little, and in lock step where it costs much."""
+    given, counts = rows(), {}
+    for step_work in (100.0, 1e9):
+        target = jedbatch.Target("some", step_work=step_work)
+        fn = jedbatch.batch(lambda w, n, x: spin_in_spin(w, n, x), (None, 0, 0), target=target)
+        counts[step_work] = fn.lane_steps(W, *given)
+    assert {x.what for x in counts[100.0]} == {"block"}
+    assert not counts[1e9]
