@@ -141,9 +141,8 @@ class Batched(Generic[*Given, Result]):
         Raises:
           TypeError: arguments are not what the function takes.
           ValueError: arguments disagree in length, or the function closes over a traced value of an
-            outer transformation, which a plan cannot keep; or there is no such axis, there are
-            fewer instances than devices along it, or arrays in instances that differ in length
-            and do not run as tiles; or processes disagree.
+            outer transformation, which a plan cannot keep; or there is no such axis, or there are
+            fewer instances than devices along it; or processes disagree.
           RuntimeError: another process cannot plan its minibatch, or has ended.
         """
         checks.flag("plan", "gradient", gradient)
@@ -276,7 +275,7 @@ class Batched(Generic[*Given, Result]):
           TypeError: something is no iterable of minibatches, or what `plan` raises for one of them,
             with a note that says which; the function cannot be sent to other processes.
           ValueError: there are more minibatches of one argument than of another, there are
-            `workers` and a mesh or arrays that differ in length, or what `plan` raises.
+            `workers` and a mesh, or what `plan` raises.
           RuntimeError: a process that plans ended.
 
         Examples:
@@ -305,7 +304,7 @@ class Batched(Generic[*Given, Result]):
 
         Raises:
           TypeError: the function, its options or its arguments cannot be pickled.
-          ValueError: instances have arrays that differ in length; or what `plan` raises.
+          ValueError: what `plan` raises.
 
         Examples:
           >>> import jax.numpy as jnp, jedbatch
@@ -447,7 +446,7 @@ class Batched(Generic[*Given, Result]):
 
         Raises:
           TypeError: the policy is a function of yours, or as `plan` does.
-          ValueError: there is no such platform or size, arrays in instances differ in length, the
+          ValueError: there is no such platform or size, results differ in length, the
             function is batched with `count_steps`, or as `plan` does.
           ImportError: the package flatbuffers is missing, with which JAX writes programs.
 
@@ -482,7 +481,7 @@ class Batched(Generic[*Given, Result]):
 
         Raises:
           TypeError: arguments are not what the function takes.
-          ValueError: arrays in instances differ in length, or as `plan` does.
+          ValueError: results differ in length, or as `plan` does.
 
         Examples:
           >>> import jax.numpy as jnp, jedbatch

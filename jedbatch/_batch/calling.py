@@ -175,9 +175,9 @@ def run_stepwise(
 def plan(core: Core, args: tuple, gradient: bool, devices: DeviceAxis | None = None) -> Plan:
     """Returns a plan that can be kept; see `Batched.plan`."""
     shared, instances = core.arguments.split(args)
-    session, _ = core.session(shared, devices)
     if devices is not None:
-        return plan_on_devices(core, session, instances, gradient, devices)
+        return plan_on_devices(core, shared, instances, gradient, devices)
+    session, _ = core.session(shared)
     return core.lasting_plan(session, instances, gradient)
 
 
@@ -194,8 +194,8 @@ def apply(core: Core, args: tuple, inputs: dict[str, Any] | None = None) -> Any:
             f"`apply` got {checks.shown(plan)} as its last argument; expected a plan, as in "
             "`batched.apply(params, batched.plan(params, instances))`."
         )
-    session, leaves = core.session(tuple(shared), plan.static.devices)
     of_plan = programs_of(plan)  # which may have been forgotten
+    session, leaves = core.session(tuple(shared), plan.static.devices, of_plan.packs)
     if of_plan.environment is not core.environment:
         raise ValueError(
             f"`apply` of the batched `{core.name}` got a plan that another batched function "

@@ -14,7 +14,6 @@ from jedbatch._batch.agreement import ENDED, FAILED, READY, Agreement, agree_to_
 from jedbatch._program.host_arrays import results_from
 from jedbatch._program.plan import Plan
 from jedbatch._program.sharded import DeviceAxis
-from jedbatch._ragged.calls import find_calls
 from jedbatch._session.core import Core
 from jedbatch._session.minibatch import Minibatch
 from jedbatch._session.plans.pipeline import checked_inputs
@@ -28,7 +27,6 @@ from jedbatch._session.plans.shards import (
     reserve_shards,
     run_on_devices,
 )
-from jedbatch._session.session import Session
 from jedbatch._support.types import Leaf
 
 AxisNames = str | Sequence[str] | None
@@ -84,23 +82,24 @@ def checked_devices(name: str, mesh: Any, axis: AxisNames) -> DeviceAxis | None:
 
 
 def plan_on_devices(
-    core: Core, session: Session, instances: list[tuple], gradient: bool, devices: DeviceAxis
+    core: Core, shared: tuple, instances: list[tuple], gradient: bool, devices: DeviceAxis
 ) -> Plan:
     """Returns the plan of a minibatch that is cut over devices; see `Batched.plan`.
 
     Raises:
-      ValueError: there are fewer instances than devices, arrays differ in length and do not run as
-        tiles, or the function reads values of an outer transformation.
+      ValueError: there are fewer instances than devices, or the function reads values of an outer
+        transformation.
     """
     if devices.num_processes > 1:
-        found = agreed_plan(core, Proposal.of(core, session, instances, gradient, devices))
+        found = agreed_plan(core, Proposal.of(core, shared, instances, gradient, devices))
         assert found is not None
         return found
     check_number("plan", core.name, len(instances), devices)
     with core.planning:
-        minibatch = _recorded(core, session, instances)
+        minibatch = _recorded(core, shared, instances, devices)
         plan = plan_shards(minibatch, core.results, devices, gradient=gradient)
-        core.refuse_tracers(session.programs.reads_tracers(plan.static.signature))
+        programs = minibatch.session.programs
+        core.refuse_tracers(programs.reads_tracers(plan.static.signature))
         return plan
 
 
@@ -125,7 +124,7 @@ class Proposal:
     @staticmethod
     def of(
         core: Core,
-        session: Session,
+        shared: tuple,
         instances: list[tuple],
         gradient: bool,
         devices: DeviceAxis,
@@ -136,8 +135,8 @@ class Proposal:
             check_stacked(core)
             how = {"keeps": gradient, "reuse": bool(core.options.reuse)}
             with core.planning:
-                minibatch = _recorded(core, session, instances)
-                session.note_types()
+                minibatch = _recorded(core, shared, instances, devices)
+                minibatch.session.note_types()
                 cut = place_shards(minibatch, core.results, devices.num_own, **how)
                 check_inputs(minibatch, cut)
         except Exception as error:  # for all processes to know
@@ -200,8 +199,7 @@ def proposals(
                 yield Proposal(devices, gradient)
                 return
             shared, instances = core.arguments.split(row)
-            session, _ = core.session(shared, devices)
-            proposal = Proposal.of(core, session, instances, gradient, devices)
+            proposal = Proposal.of(core, shared, instances, gradient, devices)
         except Exception as error:
             proposal = Proposal(devices, gradient, error=error)
         if proposal.error is not None:
@@ -238,7 +236,7 @@ def check_stacked(core: Core) -> None:
 
 def reserve_on_devices(
     core: Core,
-    session: Session,
+    shared: tuple,
     minibatches: list[list[tuple]],
     gradient: bool,
     devices: DeviceAxis,
@@ -248,10 +246,10 @@ def reserve_on_devices(
     check_number("warm", core.name, size, devices)
     with core.planning:
         every = list(itertools.chain(*minibatches))  # at once: types depend on what was met
-        parts = _recorded(core, session, every).cut(size)
+        parts = _recorded(core, shared, every, devices).cut(size)
         reserve_shards(parts, core.results, devices.num_own, gradient=gradient)
         return {
-            wanted: [plan_on_devices(core, session, m, wanted, devices) for m in minibatches]
+            wanted: [plan_on_devices(core, shared, m, wanted, devices) for m in minibatches]
             for wanted in sorted({False, gradient})
         }
 
@@ -267,19 +265,10 @@ def check_number(function: str, name: str, count: int, devices: DeviceAxis) -> N
         )
 
 
-def _recorded(core: Core, session: Session, instances: list[tuple]) -> Minibatch:
+def _recorded(core: Core, shared: tuple, instances: list[tuple], devices: DeviceAxis) -> Minibatch:
     """Returns what was recorded, or an error if it cannot be cut."""
-    minibatch: Minibatch = core.record(session, instances)
+    minibatch = core.record(core.graph_session(shared, instances, devices), instances)
     core.refuse_tracers(minibatch.tracers)
-    if find_calls(minibatch.records, minibatch.arrays) and session.records.sequences.leave():
-        minibatch = core.record(session, instances)
-    if find_calls(minibatch.records, minibatch.arrays):
-        raise ValueError(
-            f"instances of the batched `{core.name}` have arrays that differ in length, whose "
-            "rows are packed one after the other, which is not done over several devices. Leave "
-            "out the mesh, pad these arrays to one length, or make lists of arrays of one shape "
-            "of them, `list(array)`, which may differ in length."
-        )
     return minibatch
 
 

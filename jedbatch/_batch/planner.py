@@ -90,19 +90,12 @@ class Planner:
         self._process = os.getpid()
         self._core, self._shared = core, shared
         self._sample, self._gradient = sample, gradient
-        self._session, leaves = core.session(shared)
+        _, leaves = core.session(shared)
+        self._session = core.graph_session(shared, sample)
         self._types = [*map(array_type, leaves)]
         self._exporter = Exporter(self._session.programs, gradient)
         self._num_attached = self._num_planned_here = 0
-        plan = self._plan(sample)
-        if plan.ragged and self._session.records.sequences.leave():
-            plan = self._plan(sample)
-        if plan.ragged:
-            raise ValueError(
-                f"instances of the batched `{core.name}` have arrays that differ in length, "
-                "which other processes cannot plan; leave out `workers`, or pad these arrays."
-            )
-        self._digest = digest_of(plan, self._session.programs)
+        self._digest = digest_of(self._plan(sample), self._session.programs)
         self._reached = core.environment.look().number
         self._read = self._reading()
         self._pickled()
@@ -230,7 +223,8 @@ class Planner:
         core = self._core
         structure = core.arguments.leaves(self._shared)[1]
         specs = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in self._types]
-        options = replace(core.options, target=self._session.programs.target)
+        programs = self._session.programs
+        options = replace(core.options, target=programs.target, packs=programs.packs)
         axes = core.arguments.axes, core.out_axes
         parts = {
             "function": _portable(core.fn),
@@ -365,18 +359,13 @@ class _Work:
         if read is not None and self._core.environment.digest() != read:
             return False
         try:
-            plan = self._lasting_plan(self._sample)
+            plan = self._plan(self._sample)
         except NoProgramError:
             return True
         return digest_of(plan, self._programs) == digest
 
-    def _lasting_plan(self, arguments: list[tuple]) -> Plan:
-        """Returns a plan, of graphs alone if sequences of numbers are all that is ragged."""
-        given = self._session, arguments, self._gradient
-        plan = self._core.lasting_plan(*given)
-        if plan.ragged and self._session.records.sequences.leave():
-            plan = self._core.lasting_plan(*given)
-        return plan
+    def _plan(self, arguments: list[tuple]) -> Plan:
+        return self._core.lasting_plan(self._session, arguments, self._gradient)
 
     def prepare(self, instances: list[Any], programs: ProgramForms | None) -> Prepared:
         """Plans a minibatch; raises `NoProgramError` if it fits no program."""
@@ -385,7 +374,7 @@ class _Work:
         if programs is not None and programs.version > self._programs.version:
             self._programs.accept(programs)
         arguments = _arguments_of(self._sample, instances)
-        plan = self._lasting_plan(arguments)
+        plan = self._plan(arguments)
         if plan.ragged:
             return Prepared(self._identity, instances, "arrays differ in length")
         static, host = plan.static, plan.host

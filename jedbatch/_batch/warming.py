@@ -16,7 +16,7 @@ from jedbatch._batch.calling import apply, call
 from jedbatch._batch.on_devices import AxisNames, checked_devices, reserve_on_devices
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._program.plan import Plan
-from jedbatch._ragged.calls import find_calls, find_slices
+from jedbatch._ragged.calls import find_calls
 from jedbatch._record.instances.arrays import array_type
 from jedbatch._session.core import Core
 from jedbatch._session.minibatch import graph_of
@@ -47,7 +47,7 @@ def warm(
     minibatches = cut_evenly(instances, batch_size or len(instances))
     plans: dict[bool, list[Plan]] | None
     if devices is not None:
-        plans = reserve_on_devices(core, session, minibatches, gradient, devices)
+        plans = reserve_on_devices(core, shared, minibatches, gradient, devices)
     else:
         plans = session.unless_decides(
             lambda read: reserve(core, session, minibatches, gradient, read)
@@ -87,8 +87,7 @@ def reserve(
         for minibatch in core.record(session, every, read).cut(len(minibatches[0])):
             records = minibatch.records
             graph, calls = graph_of(records), find_calls(records, minibatch.arrays)
-            slices = find_slices(calls, records)
-            parts.append((graph, core.results(records, graph.outputs, slices, stacked), calls))
+            parts.append((graph, core.results(records, graph.outputs, calls, stacked), calls))
         reserve_programs(session, parts, core.policy, gradient=gradient)
         return {
             wanted: [core.lasting_plan(session, m, wanted, stacked) for m in minibatches]

@@ -33,7 +33,7 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._program.returned import results_of_rows, told_apart
 from jedbatch._program.signature import Signature
-from jedbatch._ragged.calls import find_calls
+from jedbatch._ragged.tiled_records import ExpandedRecord
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.policy import schedule
 from jedbatch._session.core import Core
@@ -134,18 +134,14 @@ def graph(core: Core, args: tuple) -> Graph:
 
 def _recorded(core: Core, shared: tuple, instances: list[tuple]) -> Minibatch:
     """Returns recorded instances, or an error if they are no data."""
-    session, _ = core.session(shared)
+    session = core.graph_session(shared, instances)
     with core.planning:
-        minibatch: Minibatch = core.record(session, instances)
+        minibatch = core.record(session, instances)
     core.refuse_tracers(minibatch.tracers)
-    if find_calls(minibatch.records, minibatch.arrays) and session.records.sequences.leave():
-        with core.planning:
-            minibatch = core.record(session, instances)
-    if find_calls(minibatch.records, minibatch.arrays):
+    if any(isinstance(r, ExpandedRecord) and r.runs for r in minibatch.records):
         raise ValueError(
-            f"instances of the batched `{core.name}` have arrays that differ in length, which "
-            "are not part of a graph; pad these arrays to one length, or make lists of arrays of "
-            "one shape of them, `list(array)`, which may differ in length."
+            f"instances of the batched `{core.name}` return arrays that differ in length, which "
+            "graphs cannot say; return lists of arrays of one shape, `list(array)`, or reduce them."
         )
     return minibatch
 
@@ -167,8 +163,9 @@ class Sample:
 
     def __init__(self, core: Core, shared: tuple, instances: list[tuple], room: int):
         self._core, self._room = core, room
-        self.session, self.leaves = core.session(shared)
-        self._records = _recorded(core, shared, instances).records
+        _, self.leaves = core.session(shared)
+        recorded = _recorded(core, shared, instances)
+        self.session, self._records = recorded.session, recorded.records
         self._minibatches = cut_evenly(self._records, room)
         self._ids = graph_of(self._records).present_types
         with core.planning:

@@ -1,7 +1,7 @@
 """`OutputSpec`: how the rows that a program returns become results."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jedbatch._jaxpr.identity import tree_key
@@ -43,6 +43,19 @@ class TileRun:
     kind: Kind
     shape: tuple[int, ...]
     axis: int
+
+
+def with_batch(place: Any, batch: int, room: int) -> Any:
+    """Returns the place of stacked results of so many instances where there is room for others.
+
+    Args:
+      place: the first row of a leaf, or a `TileRun`.
+      batch: instances.
+      room: for so many.
+    """
+    if isinstance(place, TileRun):
+        return replace(place, first=place.first // batch * room)
+    return place // batch * room
 
 
 @dataclass(frozen=True)

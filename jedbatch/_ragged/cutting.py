@@ -19,6 +19,7 @@ from jedbatch._graph.paths import pointers
 from jedbatch._graph.prune import without_unread
 from jedbatch._graph.record import Record
 from jedbatch._graph.union_find import UnionFind
+from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.padding.padded_loops import loops_to_lengths
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
 from jedbatch._ragged.joined_nodes import run_members, with_joined_nodes
@@ -227,6 +228,8 @@ class Cut:
         """
         graph = self.graph
         kept = [k for k, part in enumerate(self.subgraphs) if not self.regions.has_tiles(part)]
+        if kept and not self.regions.packs:
+            raise CannotMergeError(self.regions.tiles.apart or "no nodes on tiles do what is done")
         parts = [self.parts[k] for k in kept if k < len(self.parts)]
         subgraphs, leaving_parts = (
             [self.subgraphs[k] for k in kept],

@@ -193,15 +193,17 @@ class Regions:
 
     Attributes:
       rest_work: floating-point operations up to which the rest of a graph joins its ragged parts.
+      packs: whether there are regions; without, nodes that have no tiles are told apart by shapes.
       joins_rest: whether it does as long as it is the same for all instances; not once one differs.
       tiles: types of nodes on tiles.
       limit: from a type to the operand that its nodes, loops, count to; None of others.
     """
 
-    def __init__(self, registry: Registry, rest_work: float = 0):
+    def __init__(self, registry: Registry, rest_work: float = 0, packs: bool = True):
         self.registry = registry
-        self.rest_work = rest_work
-        self.joins_rest = rest_work > 0
+        self.rest_work = rest_work if packs else 0
+        self.packs = packs
+        self.joins_rest = self.rest_work > 0
         self._whole: Hashable = None
         self._changes = 0  # of that
         self.regions: list[Region] = []
@@ -212,7 +214,7 @@ class Regions:
         self._renamed: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._canonical: dict[Hashable, int] = {}
         self._numbers: dict[tuple[Hashable, int], bytes | None] = {}  # None where they differ
-        self.tiles = TileTypes(registry)
+        self.tiles = TileTypes(registry, every=not packs)
 
     def is_ragged(self, type_id: int) -> bool:
         """Returns whether nodes of a type read or give ragged values, or ask for an extent."""

@@ -114,14 +114,16 @@ class TileTypes:
 
     Attributes:
       registry: where types are interned.
+      every: whether all nodes on arrays become nodes on tiles, not only those in many programs.
       rows: of a tile now, T; 0 as long as there are no tiles.
       apart: why nodes of types in many programs have no tiles, if there are such.
       singles: of each type of nodes that join tiles.
       joins_nodes: whether several nodes may be one (see `_ragged.joined_nodes`).
     """
 
-    def __init__(self, registry: Registry):
+    def __init__(self, registry: Registry, every: bool = False):
         self.registry = registry
+        self.every = every
         self.rows = 0
         self.apart: str | None = None
         self.singles: dict[int, Singles] = {}
@@ -136,7 +138,7 @@ class TileTypes:
     @property
     def is_used(self) -> bool:
         """Returns whether there are nodes on tiles, or would be if they were possible."""
-        return bool(self._many)
+        return self.every or bool(self._many)
 
     def note(self, programs: Iterable[tuple[Hashable, Collection[RaggedNodeType]]]) -> None:
         """Takes note of the programs of ragged values of one instance.
@@ -145,6 +147,8 @@ class TileTypes:
           programs: for each a key, equal for programs that are equal; and the types of its ragged
             nodes.
         """
+        if self.every:
+            return
         met: dict[int, set[Hashable]] = {}
         for key, types in programs:
             for node_type in types:
@@ -164,7 +168,7 @@ class TileTypes:
 
     def is_many(self, ragged: RaggedNodeType) -> bool:
         """Returns whether a type has been met in many programs."""
-        return ragged.number in self._many
+        return self.every or ragged.number in self._many
 
     def note_joined(self, whole: RaggedNodeType, parts: Iterable[RaggedNodeType]) -> bool:
         """Takes note of a type of nodes that are several nodes, met in as many programs.
@@ -179,7 +183,7 @@ class TileTypes:
 
     def wanted(self, types: Collection[RaggedNodeType]) -> bool:
         """Returns whether ragged nodes of these types become nodes on tiles."""
-        if not any(t.number in self._many for t in types):
+        if not any(map(self.is_many, types)):
             return False
         reasons = [x for x in map(self.nodes, types) if isinstance(x, str)]
         self.apart = reasons[0] if reasons else self.apart
@@ -187,10 +191,9 @@ class TileTypes:
 
     def all_wanted(self, types: Collection[RaggedNodeType]) -> bool:
         """Returns whether ragged nodes of these types become nodes on tiles, wherever they are."""
-        if not self.is_used:
+        if not (self.is_used and all(map(self.is_many, types))):
             return False
-        many = all(t.number in self._many for t in types)
-        return many and not any(isinstance(self.nodes(t), str) for t in types)
+        return not any(isinstance(self.nodes(t), str) for t in types)
 
     def choose_rows(self, lengths: Sequence[int]) -> None:
         """Chooses how many rows a tile has, for a minibatch of arrays of these lengths.

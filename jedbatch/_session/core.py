@@ -21,10 +21,9 @@ from jedbatch._jaxpr.identity import tree_key
 from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._learn.adaptive import Adaptive
 from jedbatch._program.host_arrays import results_from
-from jedbatch._program.output_spec import Slice, TileRun
 from jedbatch._program.plan import Plan
 from jedbatch._program.sharded import DeviceAxis
-from jedbatch._ragged.calls import find_calls, find_slices
+from jedbatch._ragged.calls import RegionCalls, find_calls, find_slices
 from jedbatch._record.identity.environment import Environment
 from jedbatch._record.operations.inlining import without_jit
 from jedbatch._schedule.policy import Policy
@@ -121,19 +120,42 @@ class Core:
             self.environment.clear()
 
     def session(
-        self, shared: tuple, devices: DeviceAxis | None = None
+        self, shared: tuple, devices: DeviceAxis | None = None, packs: bool = True
     ) -> tuple[Session, list[Any]]:
-        """Returns (the session for shared arguments of this structure, their leaves)."""
+        """Returns (the session for shared arguments of this structure, their leaves).
+
+        Args:
+          shared: the arguments.
+          devices: that minibatches are cut over.
+          packs: see `Options`.
+        """
         leaves, structure = self.arguments.leaves(shared)
         types, found = self._types_of_leaves.of(leaves)
         target = self.options.target or (found if devices is None else devices.target)
-        key = tree_key(structure), types, target, configuration()
+        packs = packs and self.options.packs
+        key = tree_key(structure), types, target, packs, configuration()
         session = self.sessions.use(key)
         if session is None or session.is_full:
             avals = [ShapedArray(s, d, weak_type=w) for s, d, w in types]
-            session = Session.empty(avals, structure, self.options, target, self.environment, key)
+            options = self.options if packs else replace(self.options, packs=False)
+            session = Session.empty(avals, structure, options, target, self.environment, key)
             session = self._keep(key, session)
         return session, leaves
+
+    def graph_session(
+        self, shared: tuple, instances: list[tuple], devices: DeviceAxis | None = None
+    ) -> Session:
+        """Returns a session in which instances are graphs alone, and nothing runs ahead of them.
+
+        What runs on several devices, in exports and in other processes are graphs. There nodes on
+        tiles take the place of packed rows.
+        """
+        session, _ = self.session(shared, devices)
+        if not session.tiles:
+            with self.planning:
+                minibatch = self.record(session, instances)
+            session.tiles = bool(find_calls(minibatch.records, minibatch.arrays))
+        return self.session(shared, devices, packs=False)[0] if session.tiles else session
 
     def _keep(self, key: Hashable, new: Session) -> Session:
         """Keeps a new session in place of one that is full, unless another thread was first."""
@@ -235,11 +257,10 @@ class Core:
                 return plan
         records = minibatch.records
         graph, calls = graph_of(records), find_calls(records, minibatch.arrays)
-        slices = find_slices(calls, records)
         return make_plan(
             minibatch,
             graph,
-            self.results(records, graph.outputs, slices, stacked=flags.stacked),
+            self.results(records, graph.outputs, calls, flags.stacked),
             flags,
             calls=calls,
             batches=batches.expanded(copies, graph) if copies and batches else None,
@@ -250,11 +271,12 @@ class Core:
         self,
         records: Sequence[InstanceOutput],
         outputs: np.ndarray,
-        slices: Sequence[Mapping[int, Slice | TileRun]] = (),
+        calls: Sequence[RegionCalls] = (),
         stacked: bool | None = None,
     ) -> Returned:
         """(what each arena returns, the form of the result) from what all instances return."""
         stacked = self.stacks if stacked is None else stacked
+        slices = find_slices(calls, records)  # type: ignore[arg-type]
         return form_of_results(self.name, records, outputs, slices, stacked)
 
     def run(self, plan: Plan, leaves: list[Leaf], inputs: Mapping[str, object]) -> Any:

@@ -39,6 +39,7 @@ class Options:
       control_flow: how loops and branches run that values decide on, by its name.
       max_steps: how many steps loops take at most; None for any number.
       counter: counts the steps of loops and branches; None to count none.
+      packs: whether rows of arrays of any length may run packed, ahead of the graph.
       granularity: the name of what a node is; None lets the first minibatches say.
       key: gives the part of an instance that decides its graph.
       cache_size, cache_bytes: most instances that are kept, and bytes of all caches of a session.
@@ -55,6 +56,7 @@ class Options:
     target: Target | None = None
     max_steps: int | None = None
     counter: LaneCounter | None = None
+    packs: bool = True
 
     @property
     def plans(self) -> bool:

@@ -224,6 +224,23 @@ def test_platforms():
         elsewhere.plan(batched.graph(P, TREES))
 
 
+def test_arrays_that_differ_in_length():
+    """They are tiles of graphs, of as many rows as they come with."""
+
+    def mean(p, words):
+        return jnp.tanh(p["e"][words] @ p["w"][:4]).mean(0)
+
+    batched, rng = jedbatch.batch(mean), np.random.default_rng(0)
+    words = [rng.integers(0, 9, n) for n in (2, 9, 5, 14)]
+    exported = again(batched.export(P, words, gradient=True))
+    others = [rng.integers(0, 9, n) for n in (1, 12, 7)]
+    graph = batched.graph(P, others)
+    assert_close(exported(P, graph), loop(mean, P, others), rtol=1e-5)
+    plan = exported.plan(graph, gradient=True)
+    slope = jax.grad(lambda p: squared(exported.apply(p, plan)))(P)
+    assert_close(slope, jax.grad(lambda p: squared(loop(mean, p, others)))(P), rtol=1e-5)
+
+
 @pytest.mark.slow
 def test_lists_of_results():
     """Of other structures; a graph that returns what no instance did gets a tuple."""

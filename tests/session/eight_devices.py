@@ -428,6 +428,31 @@ def check_nested_loops():
     assert np.flatnonzero(stopped).tolist() == [4, 9]
 
 
+def bag(p, words):
+    """Of words in any number, as an array."""
+    rows = jnp.tanh(p["e"][words] @ p["w"][:4] + p["w"][4])
+    return jax.nn.softmax(rows @ p["w"][0]) @ rows
+
+
+def check_arrays_that_differ_in_length():
+    rng = np.random.default_rng(0)
+    batched = jedbatch.batch(bag)
+    for _ in range(2):
+        words = [rng.integers(0, 9, n) for n in rng.integers(1, 20, 19)]
+        plan = batched.plan(PARAMS, words, mesh=MESH)
+        testing.check_plan(plan)
+        run = jax.jit(jax.value_and_grad(lambda p, plan: squared(batched.apply(p, plan))))
+        want = jax.value_and_grad(lambda p, xs=words: squared(loop(bag, p, xs)))(PARAMS)
+        assert_close(loop(bag, PARAMS, words), batched.apply(PARAMS, plan))
+        assert_close(want, run(PARAMS, plan))
+    rows = jedbatch.batch(lambda p, words: jnp.tanh(p["e"][words]))
+    others = [rng.integers(0, 9, 4 + k // 8) for k in range(16)]
+    assert "do not stack" in raised(lambda: rows.plan(PARAMS, others, mesh=MESH), ValueError)
+    words = [rng.integers(0, 9, 5) for _ in range(19)]  # the same program, whose results stack
+    results = rows.apply(PARAMS, rows.plan(PARAMS, words, mesh=MESH))
+    assert_close(jnp.tanh(PARAMS["e"][jnp.stack(words)]), results)
+
+
 def raised(run, kind):
     try:
         run()

@@ -376,8 +376,6 @@ def test_planners_refuse_what_is_not_theirs():
     with pytest.raises(RuntimeError, match="fork of the process"):
         planner(minibatch())
     ragged = [np.ones((n, 4), np.float32) for n in (2, 3)]
-    with pytest.raises(ValueError, match=r"differ in length"):
-        jedbatch.batch(planned.total).planner(PARAMS, ragged)
     equal = jedbatch.batch(planned.total)
     prepared = copied(equal.planner(PARAMS, [x[:2] for x in ragged]))(ragged)
     assert prepared.instances is not None
@@ -385,6 +383,19 @@ def test_planners_refuse_what_is_not_theirs():
         batched.plans(PARAMS, [minibatch()], workers=-1)
     assert isinstance(planner, Planner)
     assert isinstance(prepared, Prepared)
+
+
+def test_arrays_that_differ_in_length():
+    """Other processes plan them as nodes on tiles."""
+    batched, rng = jedbatch.batch(planned.total), np.random.default_rng(0)
+    first, other = (
+        [rng.normal(size=(n, 4)).astype(np.float32) for n in lengths]
+        for lengths in ([2, 3, 7, 1], [5, 1, 6, 4])
+    )
+    planner = batched.planner(PARAMS, first)
+    prepared = copied(planner)(other)
+    assert prepared.reason is None
+    assert_is_loop(batched, planner.attach(prepared), other, planned.total)
 
 
 def scaled(scale, name="left"):

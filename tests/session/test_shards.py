@@ -181,10 +181,46 @@ def test_workers_plan_no_shards():
 
 
 def test_arrays_that_differ_in_length():
-    mean = jedbatch.batch(lambda p, xs: jnp.tanh(xs @ p).mean(0))
-    arrays = [np.ones((n, 3), np.float32) for n in (2, 4, 3)]
-    with pytest.raises(ValueError, match="differ in length, whose rows are packed"):
-        mean.plan(jnp.ones((3, 2)), arrays, mesh=mesh_of(1))
+    """They run on tiles; lengths never seen compile nothing. Calls without a mesh pack them."""
+
+    def attend(p, xs):
+        weights = jax.nn.softmax((xs @ p) @ (xs @ p).T)
+        return jnp.tanh(weights @ xs @ p).mean(0), jnp.cumsum(xs @ p, axis=0)
+
+    rng = np.random.default_rng(0)
+    p = jnp.asarray(rng.normal(size=(3, 2)), jnp.float32)
+    batched = jedbatch.batch(attend, out_axes=None)
+
+    def step(p, plan):
+        return sum(jnp.square(x).sum() for x in jax.tree.leaves(batched.apply(p, plan)))
+
+    run, known = jax.jit(jax.value_and_grad(step)), []
+    for lengths in ([2, 4, 3, 9], [1, 12, 5, 2], [7, 7, 3, 11], [13, 6, 1, 8]):
+        arrays = [rng.normal(size=(n, 3)).astype(np.float32) for n in lengths]
+        plan = batched.plan(p, arrays, mesh=mesh_of(1))
+        testing.check_plan(plan)
+        expected = [attend(p, xs) for xs in arrays]
+        assert_close(batched.apply(p, plan), expected, rtol=1e-5)
+        squares = jax.value_and_grad(
+            lambda p, xs=arrays: sum(
+                jnp.square(x).sum() for own in xs for x in jax.tree.leaves(attend(p, own))
+            )
+        )
+        assert_close(run(p, plan), squares(p), rtol=1e-4)
+        known.append(batched.compilations)
+    assert known[-1] == known[-2]
+    here = batched.plan(p, arrays)
+    assert here.ragged
+    assert_close(batched.apply(p, here), expected, rtol=1e-5)
+
+
+def test_what_tiles_cannot_do_is_grouped_by_shapes():
+    spectrum = jedbatch.batch(lambda p, x: jnp.abs(jnp.fft.fft(x * p)).max())
+    arrays = [np.arange(n, dtype=np.float32) for n in (4, 6, 4, 5)]
+    plan = spectrum.plan(jnp.float32(2), arrays, mesh=mesh_of(1))
+    assert "grouped by equal shapes, since `fft`" in str(plan.shards[0])
+    expected = jnp.array([np.abs(np.fft.fft(2 * x)).max() for x in arrays])
+    assert_close(spectrum.apply(jnp.float32(2), plan), expected, rtol=1e-5)
 
 
 def test_functions_that_decide_have_no_plan():

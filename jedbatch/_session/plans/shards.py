@@ -26,7 +26,7 @@ from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble
-from jedbatch._program.output_spec import OutputSpec
+from jedbatch._program.output_spec import OutputSpec, with_batch
 from jedbatch._program.placement import NO_VALUE, Placement
 from jedbatch._program.plan import Plan, input_name
 from jedbatch._program.pullback import Pullback, refuse_derivative
@@ -242,7 +242,7 @@ def with_room(
         padded[:, : form.batch] = x.reshape(-1, form.batch)
         arrays[kind] = padded.ravel()
     (places,) = form.places
-    moved = tuple((kind, first // form.batch * room) for kind, first in places)
+    moved = tuple((kind, with_batch(place, form.batch, room)) for kind, place in places)
     return arrays, OutputSpec(form.structures, (moved,), room)
 
 
@@ -273,7 +273,8 @@ def find_routes(
 
     Those of other processes have as many instances.
     """
-    ptr = np.append(0, np.cumsum([len(r.types) for r in records]))
+    counts = [np.diff(r.whole.output_ptr[r.index : r.index + 2])[0] for r in records]
+    ptr = np.append(0, np.cumsum(counts))
     rows, form = form_of(records, np.arange(ptr[-1]))
     if form.batch is not None:
         room = cut.forms[0].batch
@@ -310,7 +311,7 @@ def _among_all(
     for s, own in enumerate(members):
         rows[s, : len(own)] = first + own
     (places,) = form.places
-    moved = tuple((kind, start // count * total) for kind, start in places)
+    moved = tuple((kind, with_batch(place, count, total)) for kind, place in places)
     route = Route(np.zeros(total, np.int32), rows)
     return OutputSpec(form.structures, (moved,), total), (route,)
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from jedbatch._jaxpr.storage import stored_kind
+from jedbatch._jaxpr.storage import Kind, stored_kind
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged
 from jedbatch._program.lower import lower
 from jedbatch._program.lower_vjp import ReverseSignature
-from jedbatch._program.output_spec import OutputSpec, Slice
+from jedbatch._program.output_spec import OutputSpec, Slice, TileRun
 from jedbatch._program.placement import NO_VALUE, Placement
 from jedbatch._program.plan import Plan
 from jedbatch._program.signature import Signature
@@ -181,11 +181,21 @@ def _positions(form: OutputSpec, signature: Signature) -> list[Sequence[int]]:
     """The positions among what each arena returns that results are made of."""
     positions: list[list[int]] = [[] for _ in signature.arenas]
     for places in form.places:
-        for kind, first in places:
-            if not isinstance(first, Slice | tuple):
-                a = signature.arenas.index(stored_kind(kind))
-                positions[a] += range(first, first + (1 if form.batch is None else form.batch))
+        for kind, first in _rows(places, form.batch or 1):
+            a = signature.arenas.index(stored_kind(kind))
+            positions[a] += range(first, first + (form.batch or 1))
     return [sorted(set(x)) for x in positions]
+
+
+def _rows(places: Sequence[tuple[Kind, Any]], batch: int) -> list[tuple[Kind, int]]:
+    """(kind, first row) of what arenas return of some results: a row of each, or several tiles."""
+    rows: list[tuple[Kind, int]] = []
+    for kind, place in places:
+        if isinstance(place, TileRun):
+            rows += [(place.kind, place.first + t * batch) for t in range(place.count)]
+        elif not isinstance(place, Slice | tuple):
+            rows.append((kind, place))
+    return rows
 
 
 def _check_results(form: OutputSpec, placed: Placement, goal: Goal) -> None:
@@ -196,7 +206,7 @@ def _check_results(form: OutputSpec, placed: Placement, goal: Goal) -> None:
     returned = dict(zip(placed.arenas, placed.outputs, strict=True))
     for i, (start, end) in enumerate(zip(graph.output_ptr[:-1], graph.output_ptr[1:], strict=True)):
         places = form.places[0 if form.batch is not None else i]
-        plain = [(kind, at) for kind, at in places if not isinstance(at, Slice | tuple)]
+        plain = _rows(places, form.batch or 1)
         expected = graph.outputs[start:end].tolist()
         require(len(plain) == len(expected), f"instance {i} returns {len(expected)} values")
         for (kind, at), reference in zip(plain, expected, strict=True):

@@ -136,6 +136,11 @@ class ProgramCache:
         )
 
     @property
+    def packs(self) -> bool:
+        """Whether rows of arrays of any length may run packed (see `Options`)."""
+        return bool(self.key[-2])
+
+    @property
     def configuration(self) -> Any:
         """How JAX is configured for these programs, by which the key ends."""
         return self.key[-1]

@@ -146,7 +146,7 @@ class RecordCache:
         apart = f"granularity is {options.granularity!r}" if self.coalesces else None
         self._families: Memory = Memory(self._limit, registry.budget, _bytes_of_family)
         self.lengths = Lengths(apart, self._families, registry.assumptions)
-        self.regions = Regions(registry, target.rest_work)
+        self.regions = Regions(registry, target.rest_work, options.packs)
         self.expansion = Expansion(self.regions, registry.budget)
 
     def read(self, reached: Reached) -> None:

@@ -513,11 +513,11 @@ class RaggedRecording:
             self.asked[i].check()
         leaf_of = [given and given.symbols for given in self.given]
         num_arrays = list(map(len, self.instances.arrays))
-        cuts = cut_graphs(cache.regions, graphs, num_arrays, leaf_of, self._turn_to)
-        before = cache.registry.assumptions.version("regions")
         if not cache.regions.tiles.rows:
             lengths = [given.lengths for given in self.given if given]
             cache.regions.tiles.choose_rows([n for own in lengths for n in own if n >= 0])
+        cuts = cut_graphs(cache.regions, graphs, num_arrays, leaf_of, self._turn_to)
+        before = cache.registry.assumptions.version("regions")
         for cut in cuts:
             if cut is not None:
                 cut.note()
