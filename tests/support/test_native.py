@@ -37,14 +37,14 @@ from jedbatch.models.workloads import WORKLOADS
 def test_plans_are_equal(monkeypatch, name):
     name, _, by_critical = name.partition(" by ")
     workload = WORKLOADS[name]
-    instances, sizes = workload.load(limit=12)
+    instances, sizes = workload.load(limit=6)
     cells = workload.cells(hidden=4, **sizes)
     params = jax.eval_shape(cells.init, jax.random.key(0))
 
     def plans():
         policy = jedbatch.policies.critical if by_critical else workload.policy()
         batched = jedbatch.batch(workload.scorer(cells), policy=policy)
-        minibatches = instances[:6], instances[6:]
+        minibatches = instances[:3], instances[3:]
         return [x for few in minibatches for x in columns(batched.plan(params, few))]
 
     assert_equal(*both(monkeypatch, plans))
