@@ -5,8 +5,8 @@ differ in numbers at most. What is left of an operation without its numbers is i
 
     reshape[new_sizes=(3, 4, 2)], reshape[new_sizes=(5, 4, 2)]  →  reshape[new_sizes=(·, ·, ·)]
 
-A number that is the same polynomial of the length in all programs, such as n, n - 1 or n², stands
-for this polynomial. Then JAX says for a symbolic length what the operation gives, and the rules for
+A number that is the same polynomial of a length in all programs, such as n, n - 1 or n², stands for
+this polynomial. Then JAX says for symbolic lengths what the operation gives, and the rules for
 padded arrays (see `padding.padded_rules`) run it where there is room for more elements.
 """
 
@@ -30,7 +30,6 @@ from jedbatch._jaxpr.symbolic_dims import LengthDecisionError, is_ragged, make_s
 from jedbatch._jaxpr.versions import ClosedProgram
 from jedbatch._support.types import Array, AxisSize
 
-LENGTH = "n"  # the symbol of the length
 MAX_DEGREE = 2  # of polynomials
 # What JAX says of operations that it cannot trace for all lengths.
 NOT_FOR_ALL_LENGTHS = (
@@ -52,11 +51,13 @@ class ArrayOperation:
       run: of the parameters and the operands, returns a list of results.
       params: its parameters in some program.
       rows: for each operand, how elements are stacked in it; None if it is an array.
+      lists: for each operand, the list of these elements; None if it is an array.
     """
 
     run: Callable[..., Sequence[Any]]
     params: Mapping[str, Any]
     rows: tuple[StackedElements | None, ...]
+    lists: tuple[int | None, ...]
 
 
 class NumberOfLength(NamedTuple):
@@ -65,10 +66,12 @@ class NumberOfLength(NamedTuple):
     Attributes:
       coefficients: of a polynomial, that of the constant first.
       divides: whether the number is one by the polynomial.
+      list: the number of the list.
     """
 
     coefficients: tuple[Any, ...]
     divides: bool = False
+    list: int = 0
 
     def at(self, length: Any) -> Any:
         """The number for a length: an int, an extent, or an array."""
@@ -81,6 +84,8 @@ class NumberOfLength(NamedTuple):
 
     def is_at(self, numbers: Mapping[int, Any]) -> bool:
         """Returns whether these are the numbers for some lengths, to the last bit."""
+        if self.divides and not all(map(self._replace(divides=False).at, numbers)):
+            return False
         return all(_bits(x) == _bits(_like(self.at(n), x)) for n, x in numbers.items())
 
 
@@ -139,41 +144,47 @@ def _like(value: Any, x: Any) -> Any:
 
 
 class NumbersOfLength(NamedTuple):
-    """The numbers of programs of lists, as they depend on the length.
+    """The numbers of programs of lists, as they depend on the lengths.
 
     Attributes:
-      least, longest: the lengths of the programs from which that is known.
+      least, longest: of each list the lengths of the programs from which that is known.
       of: the numbers, by operations.
-      are_guessed: whether they are of programs of one length.
     """
 
-    least: int = 1
-    longest: int = 1
+    least: tuple[int, ...] = (1,)
+    longest: tuple[int, ...] = (1,)
     of: Mapping[int, Sequence[NumberOfLength]] = MappingProxyType({})
-    are_guessed: bool = False
 
-    def agree(self, length: int, numbers: NumbersOf) -> bool:
-        """Returns whether numbers of a program are those that are known of its length."""
+    def agree(self, lengths: Sequence[int], numbers: NumbersOf) -> bool:
+        """Returns whether numbers of a program are those that are known of its lengths."""
         return self.of.keys() == numbers.keys() and all(
-            known.is_at({length: x})
+            known.is_at({lengths[known.list]: x})
             for operation, own in self.of.items()
             for known, x in zip(own, numbers[operation], strict=True)
         )
 
-    def symbol(self, most: int | None = None) -> AxisSize:
-        """Returns a symbol for the length, which is `most` at most."""
-        known = [f"{LENGTH} >= {self.least}"]
-        known += [] if most is None else [f"{LENGTH} <= {most}"]
-        return make_symbol(LENGTH, export.SymbolicScope(known))
+    def symbols(self, bounded: bool = False) -> list[AxisSize]:
+        """Returns symbols for the lengths, which may be `bounded` by those that were met."""
+        names = list(map(length_symbol, range(len(self.least))))
+        known = [f"{s} >= {n}" for s, n in zip(names, self.least, strict=True)]
+        if bounded:
+            known += [f"{s} <= {n}" for s, n in zip(names, self.longest, strict=True)]
+        scope = export.SymbolicScope(known)
+        return [make_symbol(name, scope) for name in names]
+
+
+def length_symbol(list: int) -> str:
+    """Returns the symbol of the length of a list."""
+    return f"n{list}"
 
 
 NO_NUMBERS = NumbersOfLength()
 
 
-def numbers_of_length(programs: Mapping[int, NumbersOf]) -> NumbersOfLength | None:
-    """Returns what the numbers of each operation are of the length; None if some are not known.
+def numbers_of_length(programs: Mapping[tuple[int, ...], NumbersOf]) -> NumbersOfLength | None:
+    """Returns what the numbers of each operation are of the lengths; None if some are not known.
 
-    `programs` has those of the programs of lists, by their lengths.
+    `programs` has those of the programs of lists, by the lengths of these.
     """
     if not programs:
         return None
@@ -181,13 +192,29 @@ def numbers_of_length(programs: Mapping[int, NumbersOf]) -> NumbersOfLength | No
     for operation in next(iter(programs.values())):
         own = [numbers[operation] for numbers in programs.values()]
         known = [
-            number_of_length(dict(zip(programs, same, strict=True)))
+            _of_some_length(dict(zip(programs, same, strict=True)))
             for same in zip(*own, strict=True)
         ]
         found[operation] = [x for x in known if x is not None]
         if len(found[operation]) < len(known):
             return None
-    return NumbersOfLength(min(programs), max(programs), found, len(programs) == 1)
+    of_lists = list(zip(*programs, strict=True))
+    return NumbersOfLength(tuple(map(min, of_lists)), tuple(map(max, of_lists)), found)
+
+
+def _of_some_length(numbers: Mapping[tuple[int, ...], Any]) -> NumberOfLength | None:
+    """Returns what a number is of one of the lengths: a guess at last, of others the simplest."""
+    found: list[tuple[bool, float, NumberOfLength]] = []
+    for k in range(len(next(iter(numbers)))):
+        by_length: dict[int, Any] = {}
+        for lengths, x in numbers.items():
+            if _bits(by_length.setdefault(lengths[k], x)) != _bits(x):
+                break
+        else:
+            if (number := number_of_length(by_length)) is not None:
+                size = float(sum(map(abs, number.coefficients)))
+                found.append((len(by_length) == 1, size, number._replace(list=k)))
+    return min(found, key=lambda x: x[:2])[-1] if found else None
 
 
 class PaddedOperation:
@@ -197,7 +224,7 @@ class PaddedOperation:
       operation: the operation.
       numbers: those of its parameters.
       operands: their shapes and dtypes; where elements are stacked, those of one.
-      length: the symbol of the length.
+      lengths: the symbols of the lengths.
 
     Attributes:
       results: shapes and dtypes.
@@ -213,14 +240,14 @@ class PaddedOperation:
         operation: ArrayOperation,
         numbers: Sequence[NumberOfLength],
         operands: Sequence[jax.ShapeDtypeStruct],
-        length: AxisSize,
+        lengths: Sequence[AxisSize],
     ):
         self._operation = operation
-        extents = [x.at(length) for x in numbers]
+        extents = [x.at(lengths[x.list]) for x in numbers]
         params = joined(operation.params, iter(extents))
         avals = [
-            x if rows is None else _of_all(x, rows, length)
-            for x, rows in zip(operands, operation.rows, strict=True)
+            x if rows is None or of is None else _of_all(x, rows, lengths[of])
+            for x, rows, of in zip(operands, operation.rows, operation.lists, strict=True)
         ]
         try:
             closed = jax.make_jaxpr(lambda *xs: operation.run(params, *xs))(*avals)
@@ -239,7 +266,7 @@ class PaddedOperation:
     def run(
         self,
         values: Sequence[Array],
-        length: Array,
+        lengths: Sequence[Array],
         capacity: int,
         guarded: bool,
         positioned: frozenset[int] | None,
@@ -248,13 +275,14 @@ class PaddedOperation:
 
         Args:
           values: of the operands, those of elements in rows.
-          length: how many elements exist.
+          lengths: how many elements of each list exist.
           capacity: how many there is room for.
           guarded: as of `Padded`.
           positioned: the same.
         """
-        sizes, lengths = {LENGTH: capacity}, {LENGTH: length}
-        padded = Padded(sizes, lengths, guarded, positioned=positioned, is_list=True)
+        symbols = list(map(length_symbol, range(len(lengths))))
+        sizes, exist = dict.fromkeys(symbols, capacity), dict(zip(symbols, lengths, strict=True))
+        padded = Padded(sizes, exist, guarded, positioned=positioned, is_list=True)
         arrays = [
             x if rows is None else _as_one_array(x, rows)
             for x, rows in zip(values, self._operation.rows, strict=True)
@@ -287,11 +315,11 @@ def _of_all(
     return jax.ShapeDtypeStruct((*before, rows.each * length, *after[1:]), x.dtype)
 
 
-def rows_of(x: jax.ShapeDtypeStruct, axis: int) -> jax.ShapeDtypeStruct:
+def rows_of(x: jax.ShapeDtypeStruct, axis: int, length: AxisSize) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of one row of an array that has a row for each element.
 
     Raises `CannotMergeError` if it has others.
     """
-    if str(x.shape[axis]) != LENGTH or is_ragged((*x.shape[:axis], *x.shape[axis + 1 :])):
+    if str(x.shape[axis]) != str(length) or is_ragged((*x.shape[:axis], *x.shape[axis + 1 :])):
         raise CannotMergeError("an array has other rows than one for each element")
     return jax.ShapeDtypeStruct((*x.shape[:axis], *x.shape[axis + 1 :]), x.dtype)

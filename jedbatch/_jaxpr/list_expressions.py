@@ -1,11 +1,11 @@
 """Expressions of programs of lists of any length.
 
 An expression is computed once, or once for each element of a list, or reduces the elements that
-exist. A program that they make up runs for any length up to a capacity (`Expressions.program`).
+exist. A program that they make up runs for any lengths up to a capacity (`Expressions.program`).
+Lists may have lengths of their own: they are numbered, and so are their lengths.
 """
 
 import functools
-import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ from jedbatch._jaxpr.list_arrays import (
     rows_of,
 )
 from jedbatch._jaxpr.list_reductions import reduced, without_others
+from jedbatch._jaxpr.list_values import CannotRollError
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._support.types import Array, AxisSize, Dtype
@@ -35,15 +36,15 @@ class Expression:
     """A value that is computed once, or once for each element of the list.
 
     Attributes:
-      of_element: whether there is one for each element.
+      list: the number of the list of which each element has one; None if it is computed once.
       args: ids of the expressions it reads.
       shape, dtype: of the value, or of one element's.
       run: maps the values of `args` to the value; None of what is below. Of an operation with many
         results, to all of them.
       result: which of the results of `run`, or of `array`, it is; None if `run` returns it alone.
-      given: what it is if it is not computed: ("input", k), ("element", leaf), ("length",) or
-        ("one by the length",), or ("length", n) of n times the length, and the same of one by it,
-        or ("number", k), one of those that programs differ in.
+      given: what it is if it is not computed: ("input", k), ("element", leaf) or, of another list
+        than the first, ("element", leaf, list); ("length", n, list), n times a length, or ("one by
+        the length", n, list); or ("number", k), one of those that programs differ in.
       reduction: (operation, whether elements were rows of an array, axes of each element that are
         reduced with them) if it reduces elements.
       alone: of a reduction over axes of each element, what it is for one element.
@@ -55,7 +56,7 @@ class Expression:
       repeated: (operand, its axes in the value) of a broadcast.
     """
 
-    of_element: bool
+    list: int | None
     args: tuple[int, ...]
     shape: tuple[int, ...]
     dtype: Dtype
@@ -101,8 +102,8 @@ class Expressions:
 
     def given(self, shape: tuple[int, ...], dtype: Dtype, *what: Hashable) -> int:
         """The id of a value that is not computed."""
-        of_element = what[0] == "element"
-        return self.add(what, Expression(of_element, (), shape, dtype, given=what))
+        of: Any = (what[2] if len(what) > 2 else 0) if what[0] == "element" else None
+        return self.add(what, Expression(of, (), shape, dtype, given=what))
 
     def results_of(
         self, key: Hashable, operation: ArrayOperation, args: Sequence[int], types: Sequence[Any]
@@ -120,7 +121,7 @@ class Expressions:
             full = key, k, tuple(args), len(x.shape), x.dtype
             if full not in self._ids:
                 expression = Expression(
-                    False, tuple(args), x.shape, x.dtype, result=k, array=operation
+                    None, tuple(args), x.shape, x.dtype, result=k, array=operation
                 )
                 self.all.append(expression)
                 self._keys.append((key, k))
@@ -131,16 +132,23 @@ class Expressions:
     def operation(
         self, key: Hashable, run: Callable[..., Any], args: Sequence[int], **facts: Any
     ) -> list[int]:
-        """The ids of what a function makes of expressions, a list of arrays."""
+        """The ids of what a function makes of expressions, a list of arrays.
+
+        Raises:
+          CannotRollError: they are of elements of several lists.
+        """
         known = self._made.get((key, *args))
         if known is not None:
             return known
         read = [self.all[a] for a in args]
+        lists = {x.list for x in read} - {None}
+        if len(lists) > 1:
+            raise CannotRollError("elements of several lists meet")
         made = jax.eval_shape(run, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in read))
-        of_element = any(x.of_element for x in read)
+        of = next(iter(lists), None)
         ids = []
         for k, x in enumerate(made):
-            expression = Expression(of_element, tuple(args), x.shape, x.dtype, run, k, **facts)
+            expression = Expression(of, tuple(args), x.shape, x.dtype, run, k, **facts)
             ids.append(self.add((key, k), expression))
         self._made[key, *args] = ids
         return ids
@@ -181,7 +189,8 @@ class Expressions:
             is_number = y.given[0] in LENGTHS and not (x.args or x.given or x.shape)
             if not is_number or x.dtype != y.dtype or x.run is None:
                 return False
-            expected = _number(y.given, np.asarray(1, y.dtype), y.dtype)
+            ones = [np.asarray(1, y.dtype)] * (y.given[-1] + 1)
+            expected = _number(y.given, ones, y.dtype)
             return bool(x.value_of(x.run()) == expected)
         if (x.shape, x.dtype, self._keys[single]) != (y.shape, y.dtype, self._keys[rolled]):
             return False
@@ -219,7 +228,7 @@ class Expressions:
             if x.given is not None:
                 kind, *where = x.given
                 if kind == "element":
-                    leaves[index] = frozenset(where)
+                    leaves[index] = frozenset(where[:1])
                 elif kind == "input" and where[0] >= fixed:
                     leaves[index] = frozenset()
             elif x.run is not None and all(a in leaves for a in x.args):
@@ -283,20 +292,20 @@ class Expressions:
         parts: Sequence[int],
         numbers: NumbersOfLength = NO_NUMBERS,
     ) -> Callable[..., list[Array]]:
-        """Returns the program of a list of at most so many elements.
+        """Returns the program of lists of at most so many elements.
 
         Args:
           results: ids of what it returns.
           inputs: the numbers of the inputs, in the order in which they are given.
           summed: for each of the values that an element consists of, whether their sum is given in
             place of them.
-          capacity: elements there is room for.
-          parts: ids of the values that an element consists of.
-          numbers: those that depend on the length.
+          capacity: elements of each list that there is room for.
+          parts: ids of the values that elements consist of.
+          numbers: those that depend on lengths.
 
         Returns:
           A function of the inputs in a list, of the elements' values in a list, one part after the
-          other, of whose elements some may be anything, and of the number of elements that exist.
+          other, of whose elements some may be anything, and of how many of each list exist.
 
         Raises:
           CannotMergeError: an operation on arrays of all elements has no rule for room for more.
@@ -306,13 +315,18 @@ class Expressions:
         positioned = None if any(x.makes_others for x in arrays.values()) else frozenset[int]()
         sums = {part for part, is_sum in zip(parts, summed, strict=True) if is_sum}
 
-        def run(given: Sequence[Array], elements: Sequence[Array], length: Array) -> list[Array]:
-            exists = jnp.arange(capacity) < length
+        def run(
+            given: Sequence[Array], elements: Sequence[Array], lengths: Sequence[Array]
+        ) -> list[Array]:
+            exists = [jnp.arange(capacity) < length for length in lengths]
             rest = list(elements)
             values: dict[int, Array] = {}
             for part, is_sum in zip(parts, summed, strict=True):
                 own, rest = rest[: 1 if is_sum else capacity], rest[1 if is_sum else capacity :]
-                values[part] = own[0] if is_sum else without_others(jnp.stack(own), exists)
+                if is_sum:
+                    values[part] = own[0]
+                else:
+                    values[part] = without_others(jnp.stack(own), exists[self._list_of(part)])
             by_number = dict(zip(inputs, given, strict=True))
             made: dict[Any, Any] = {}  # by operations, all results
             for index in self._read_by(results, parts):
@@ -320,7 +334,7 @@ class Expressions:
                 if index in values:
                     continue
                 if x.given is not None:
-                    values[index] = _given(index, x, by_number, length, numbers)
+                    values[index] = _given(index, x, by_number, lengths, numbers)
                 elif x.args and x.args[0] in sums:
                     base = [values[a] for a in x.args[1:]]
                     values[index] = functools.reduce(lax.add, [*base, values[x.args[0]]])
@@ -328,24 +342,33 @@ class Expressions:
                     if x.array not in made:
                         read = [values[a] for a in x.args]
                         made[x.array] = arrays[x.array].run(
-                            read, length, capacity, guarded, positioned
+                            read, lengths, capacity, guarded, positioned
                         )
                     values[index] = x.value_of(made[x.array])
                 elif x.row_of is not None:
                     values[index] = jnp.moveaxis(values[x.args[0]], x.row_of, 0)
                 elif x.reduction is not None:
-                    values[index] = reduced(x.reduction, [values[a] for a in x.args], exists)
+                    there = exists[self._list_of(x.args[0])]
+                    values[index] = reduced(x.reduction, [values[a] for a in x.args], there)
                 else:
                     assert x.run is not None
                     operation = x.run, x.args
                     if operation not in made:
-                        axes = [0 if self.all[a].of_element else None for a in x.args]
-                        call = jax.vmap(x.run, axes, axis_size=capacity) if x.of_element else x.run
+                        axes = [None if self.all[a].list is None else 0 for a in x.args]
+                        call = x.run
+                        if x.list is not None:
+                            call = jax.vmap(x.run, axes, axis_size=capacity)
                         made[operation] = call(*(values[a] for a in x.args))
                     values[index] = x.value_of(made[operation])
             return [values[index] for index in results]
 
         return run
+
+    def _list_of(self, index: int) -> int:
+        """The list of whose elements an expression is."""
+        of = self.all[index].list
+        assert of is not None
+        return of
 
     def _padded(
         self,
@@ -359,18 +382,18 @@ class Expressions:
         operations only if it has.
         """
         try:
-            return self._padded_for(results, parts, numbers, numbers.symbol())
+            return self._padded_for(results, parts, numbers, numbers.symbols())
         except CannotMergeError:
-            return self._padded_for(results, parts, numbers, numbers.symbol(numbers.longest))
+            return self._padded_for(results, parts, numbers, numbers.symbols(bounded=True))
 
     def _padded_for(
         self,
         results: Sequence[int],
         parts: Sequence[int],
         numbers: NumbersOfLength,
-        length: AxisSize,
+        lengths: Sequence[AxisSize],
     ) -> dict[ArrayOperation, PaddedOperation]:
-        """Does so for a symbol of the length."""
+        """Does so for symbols of the lengths."""
         padded: dict[ArrayOperation, PaddedOperation] = {}
         types: dict[int, Any] = {}
         for index in self._read_by(results, parts):
@@ -379,10 +402,10 @@ class Expressions:
             types[index] = jax.ShapeDtypeStruct(x.shape, x.dtype)
             if x.array is not None:
                 if x.array not in padded:
-                    padded[x.array] = PaddedOperation(x.array, numbers.of[index], operands, length)
+                    padded[x.array] = PaddedOperation(x.array, numbers.of[index], operands, lengths)
                 types[index] = x.value_of(padded[x.array].results)
             elif x.row_of is not None:
-                types[index] = rows_of(operands[0], x.row_of)
+                types[index] = rows_of(operands[0], x.row_of, lengths[self._list_of(index)])
             elif any(is_ragged(t.shape) for t in operands):
                 raise CannotMergeError("an element meets an array of all of them")
         if any(is_ragged(types[index].shape) for index in results):
@@ -409,7 +432,7 @@ def _given(
     index: int,
     x: Expression,
     inputs: Mapping[int, Array],
-    length: Array,
+    lengths: Sequence[Array],
     numbers: NumbersOfLength,
 ) -> Array:
     """The value of an expression that is neither computed nor of an element."""
@@ -420,13 +443,13 @@ def _given(
         return inputs[k]
     if kind == "number":
         (number,) = numbers.of[index]
-        is_fixed = len(number.coefficients) == 1
+        length, is_fixed = lengths[number.list], len(number.coefficients) == 1
         return jnp.asarray(number.at(length if is_fixed else length.astype(x.dtype)), x.dtype)
-    return _number(x.given, length, x.dtype)
+    return _number(x.given, lengths, x.dtype)
 
 
-def _number(given: tuple[Any, ...], length: Array, dtype: Dtype) -> Array:
-    """A number that is made of the length."""
-    kind, *each = given
-    number = math.prod(each) * length.astype(dtype)
+def _number(given: tuple[Any, ...], lengths: Sequence[Array], dtype: Dtype) -> Array:
+    """A number that is made of a length."""
+    kind, each, of = given
+    number = each * lengths[of].astype(dtype)
     return number if kind == "length" else 1 / number

@@ -66,10 +66,11 @@ class Roller:
     Args:
       expressions: where expressions are kept.
       program: the program, without calls (see `interpret.inlined`).
-      roles: what its arguments are: ("input", k), ("element", leaf, position), or ("rows", leaf,
-        axis) of an array that has a row for each element.
-      length: of the list.
-      counts: whether numbers that are equal to the length, or to one by it, stand for these.
+      roles: what its arguments are: ("input", k); ("element", leaf, position), and the number of
+        the list if it is not the first; or ("rows", leaf, axis) of an array that has a row for
+        each element.
+      lengths: of the lists.
+      counts: whether numbers that are equal to a length, or to one by it, stand for these.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class Roller:
         expressions: Expressions,
         program: ClosedProgram,
         roles: Sequence[tuple],
-        length: int,
+        lengths: Sequence[int],
         counts: bool,
     ):
         self.expressions = expressions
-        self.length = length
+        self.lengths = tuple(lengths)
         self.counts = counts
         self.each: set[int] = set()  # rows of elements that are put together
         self.numbers: dict[int, Numbers] = {}  # that programs may differ in, by expressions
@@ -97,8 +98,9 @@ class Roller:
                 index = expressions.given(shape, v.aval.dtype, "element", which)
                 self.env[v] = StackedElements(index, axis)
                 continue
-            index = expressions.given(shape, v.aval.dtype, kind, which)
-            self.env[v] = Element(index, *position) if position else Single(index)
+            other = [k for k in position[1:] if k]
+            index = expressions.given(shape, v.aval.dtype, kind, which, *other)
+            self.env[v] = Element(index, position[0]) if position else Single(index)
         self._picked = _picked_rows(self.jaxpr.eqns)
         for v, const in zip(self.jaxpr.constvars, program.consts, strict=True):
             progression = self._progression(const, v.aval) if counts else None
@@ -110,21 +112,21 @@ class Roller:
         The results begin with so many lists that have one for each element; the id of such a list
         is that of an element's result.
         """
-        values = self._values()
-        end = listed * self.length
-        lists = (values[k : k + self.length] for k in range(0, end, self.length))
+        values, length = self._values(), self.lengths[0]
+        end = listed * length
+        lists = (values[k : k + length] for k in range(0, end, length))
         return (*map(self._each, lists), *map(self._single, values[end:]))
 
     def _constant(self, key: Hashable, value: Any) -> Single:
         shape, dtype = np.shape(value), jnp.result_type(value)
         run = lambda: value  # noqa: E731
         return Single(
-            self.expressions.add(("constant", key), Expression(False, (), shape, dtype, run))
+            self.expressions.add(("constant", key), Expression(None, (), shape, dtype, run))
         )
 
     def _progression(self, const: Any, aval: Any) -> Whole | None:
         """Numbers as many as elements, each so much more than the last, such as `np.arange(n)`."""
-        if aval.shape != (self.length,) or self.length < 2 or is_key(aval.dtype):
+        if not self._is_extent(*aval.shape) or aval.shape[0] < 2 or is_key(aval.dtype):
             return None
         if aval.dtype.kind not in "biuf":
             return None
@@ -139,30 +141,28 @@ class Roller:
             places = lax.iota(jnp.int32, params["count"])
             return [(params["first"] + params["step"] * places).astype(aval.dtype)]
 
-        params = {"first": int(first), "step": int(step), "count": self.length}
+        params = {"first": int(first), "step": int(step), "count": len(values)}
         return self._array_operation(("progression", aval.dtype), run, params, [], [aval])[0]
 
     def _read(self, atom: Any) -> Any:
         """The value that a variable or literal stands for."""
         if not isinstance(atom, Literal):
             value = self.env[atom]
-            if isinstance(value, Chain) and value.num_elements == self.length:
+            if isinstance(value, Chain) and value.num_elements == self._length(value.id):
                 return self._reduction(value.op, False, value.id, value.base)
             return value
         dtype = atom.aval.dtype  # type: ignore[attr-defined]
         number = np.asarray(atom.val, dtype)
         if self.counts and not number.shape and number.dtype.kind in "if":
-            for each in (None, *sorted(self.each)):
-                total = self.length * (each or 1)
-                likes = [total] if dtype.kind == "i" else [total, 1 / total]
+            for each, (k, n) in itertools.product((1, *sorted(self.each)), enumerate(self.lengths)):
+                likes = [n * each] if dtype.kind == "i" else [n * each, 1 / (n * each)]
                 for name, like in zip(LENGTHS, likes, strict=False):
                     if number == np.asarray(like, dtype):
-                        what = (name,) if each is None else (name, each)
-                        return Single(self.expressions.given((), dtype, *what))
+                        return Single(self.expressions.given((), dtype, name, each, k))
         return self._constant((str(dtype), number.tobytes()), number)
 
     def _single(self, value: Any) -> int:
-        is_only = self.length == 1 and isinstance(value, Element)
+        is_only = isinstance(value, Element) and self._length(value.id) == 1
         if not isinstance(value, Single | Whole) and not is_only:
             raise CannotRollError("a result is of one element, or of a row for each")
         return value.id
@@ -179,11 +179,12 @@ class Roller:
     def _axis_of_rows(self, x: Any, shape: Sequence[int]) -> int | None:
         if isinstance(x, StackedElements):
             return x.axis
-        if not isinstance(x, Whole) or self.length not in shape:
+        (length,) = self.lengths
+        if not isinstance(x, Whole) or length not in shape:
             return None
-        if shape.count(self.length) > 1:
+        if shape.count(length) > 1:
             raise CannotRollError("several axes are as long as the list")
-        return shape.index(self.length)
+        return shape.index(length)
 
     def _values(self) -> list[Any]:
         for eqn in self.jaxpr.eqns:
@@ -192,7 +193,7 @@ class Roller:
 
     def _each(self, values: Sequence[Any]) -> int:
         index: int = values[0].id
-        if values != [Element(index, k) for k in range(self.length)]:
+        if values != [Element(index, k) for k in range(self._length(index))]:
             raise CannotRollError("a list of results has others than one for each element")
         return index
 
@@ -217,7 +218,7 @@ class Roller:
         args = (index,) if base is None else (index, base)
         shape = tuple(n for axis, n in enumerate(x.shape) if axis not in axes)
         reduction = op, rows, axes
-        expression = Expression(False, args, shape, x.dtype, reduction=reduction, alone=alone)
+        expression = Expression(None, args, shape, x.dtype, reduction=reduction, alone=alone)
         return Single(self.expressions.add(("reduction", *reduction), expression))
 
     # --- equations ---
@@ -242,7 +243,8 @@ class Roller:
                 return self._stacked(eqn, values)
         if kinds & {StackedElements, Whole} and not positions:
             return self._on_arrays(eqn, values)
-        if self.counts and not positions and _makes_length(eqn, self.length):
+        makes = any(_makes_length(eqn, n) for n in self.lengths)
+        if self.counts and not positions and makes:
             return self._on_arrays(eqn, values)
         if StackedElements in kinds:
             raise CannotRollError(f"`{name}` of one element and all")
@@ -356,7 +358,7 @@ class Roller:
 
     def _range(self, whole: StackedElements, first: int, end: int) -> Any:
         """All elements, or those from one to another."""
-        is_all = (first, end) == (0, self.length)
+        is_all = (first, end) == (0, self._length(whole.id))
         return whole if is_all else StackedRange(whole, first, end)
 
     def _array_of(self, x: Any) -> Any:
@@ -451,7 +453,7 @@ class Roller:
         if name == "broadcast_in_dim":
             axes, shape = params["broadcast_dimensions"], list(params["shape"])
             place = axes[axis]
-            if shape[place] != self.length * (each or 1):
+            if shape[place] != self._length(index) * (each or 1):
                 raise CannotRollError("rows of one element are repeated")
             if each is not None:
                 params["shape"] = (*shape[:place], each, *shape[place + 1 :])
@@ -480,7 +482,8 @@ class Roller:
                 (
                     k
                     for k, n in enumerate(shape)
-                    if n == self.length * (each or 1) and np.prod(shape[:k]) == np.prod(before)
+                    if n == self._length(index) * (each or 1)
+                    and np.prod(shape[:k]) == np.prod(before)
                 ),
                 -1,
             )
@@ -539,13 +542,14 @@ class Roller:
         if not all(isinstance(x, Single | Whole | StackedElements) for x in operands):
             raise CannotRollError("an array of all elements meets a part of them")
         others = [self._expression(x).shape for x in operands if isinstance(x, Single)]
-        if self._finds_axes and any(self.length in shape for shape in others):
+        if self._finds_axes and any(self.lengths[0] in shape for shape in others):
             raise CannotRollError("an array of all elements meets one as long as the list")
         skeleton, numbers = split(params, self.expressions.key_of)
         rows = tuple([x if isinstance(x, StackedElements) else None for x in operands])
+        lists = tuple([None if x is None else self._expression(x).list for x in rows])
         key = "array", key, skeleton, rows, self._num_operations
         self._num_operations += 1
-        operation = ArrayOperation(run, params, rows)
+        operation = ArrayOperation(run, params, rows, lists)
         made = self.expressions.results_of(key, operation, [x.id for x in operands], types)
         self.numbers.update(dict.fromkeys(made, numbers))
         return [Whole(i) for i in made]
@@ -560,31 +564,43 @@ class Roller:
     def _row_of_array(self, eqn: Equation, array: Whole, axis: int) -> Element:
         """The row of one element, of an array of a row for each."""
         shape = eqn.outvars[0].aval.shape
-        index = self._row_of(array, axis, (*shape[:axis], *shape[axis + 1 :]))
+        count = eqn.invars[0].aval.shape[axis]
+        index = self._row_of(array, axis, (*shape[:axis], *shape[axis + 1 :]), count)
         return self._row(eqn, index, axis)
 
-    def _row_of(self, array: Whole, axis: int, shape: tuple[int, ...]) -> int:
-        dtype = self._expression(array).dtype
-        expression = Expression(True, (array.id,), shape, dtype, row_of=axis)
-        return self.expressions.add(("row of", axis), expression)
+    def _row_of(self, array: Whole, axis: int, shape: tuple[int, ...], count: int) -> int:
+        """The id of a row of an array of `count` rows, one for each element of a list."""
+        if not self._is_extent(count):
+            raise CannotRollError("an array has other rows than one for each element")
+        of, dtype = self.lengths.index(count), self._expression(array).dtype
+        expression = Expression(of, (array.id,), shape, dtype, row_of=axis)
+        return self.expressions.add(("row of", axis, of), expression)
 
     def _unstacked(self, eqn: Equation, array: Any) -> list[Any]:
         """The parts of an array along an axis."""
         axis, params = eqn.params["axis"], dict(eqn.params)
-        is_of_rows = len(eqn.outvars) == self.length
-        if isinstance(array, Whole) and is_of_rows:
-            index = self._row_of(array, axis, eqn.outvars[0].aval.shape)
-            return [Element(index, k) for k in range(self.length)]
+        count = len(eqn.outvars)
+        if isinstance(array, Whole) and self._is_extent(count):
+            index = self._row_of(array, axis, eqn.outvars[0].aval.shape, count)
+            return [Element(index, k) for k in range(count)]
         if isinstance(array, Whole) or (axis == array.axis and array.each is not None):
             return self._on_arrays(eqn, [array])
         if axis == array.axis:
-            return [Element(array.id, k) for k in range(self.length)]
+            return [Element(array.id, k) for k in range(count)]
         place = array.axis - (axis < array.axis)
         params["axis"] = axis - (axis > array.axis and array.each is None)
         run = lambda x: list(eqn.primitive.bind(x, **params))  # noqa: E731
         key = eqn.primitive, self.expressions.key_of(params)
         made = self.expressions.operation(key, run, [array.id])
         return [StackedElements(i, place, array.each) for i in made]
+
+    def _length(self, index: int) -> int:
+        """The length of the list of whose elements an expression is."""
+        return self.lengths[self.expressions.all[index].list or 0]
+
+    def _is_extent(self, *shape: int) -> bool:
+        """Returns whether a shape has one axis, which is as long as a list."""
+        return len(shape) == 1 and shape[0] in self.lengths
 
     def _expression(self, x: Any) -> Expression:
         return self.expressions.all[x.id]
@@ -683,7 +699,7 @@ class Roller:
         """A shape with as many axes."""
         shape = self.expressions.all[x.id].shape
         lacks_one = isinstance(x, StackedElements) and x.each is None
-        return (*shape, self.length) if lacks_one else shape
+        return (*shape, self._length(x.id)) if lacks_one else shape
 
 
 def _makes_length(eqn: Equation, length: int) -> bool:

@@ -166,10 +166,10 @@ def rolled(expressions, cell, length, counts, numbers=None):
     program = inlined(program)
     elements = [("element", leaf, k) for k in range(length) for leaf in range(2)]
     roles = [("input", 0), ("input", 1), *elements]
-    roller = Roller(expressions, program, roles, length, counts)
+    roller = Roller(expressions, program, roles, (length,), counts)
     results = roller.results()
     if numbers is not None:
-        numbers[length] = roller.numbers
+        numbers[length,] = roller.numbers
     return results
 
 
@@ -233,7 +233,7 @@ def test_programs_of_lists_are_rolled_up(cell):
         def padded(w, states, x=x, length=length):
             every = [*states, *[states[0]] * (6 - length)]
             elements = [part for parts in zip(*every, strict=True) for part in parts]
-            return program([w, x], elements, jnp.int32(length))
+            return program([w, x], elements, [jnp.int32(length)])
 
         def plain(w, states, x=x):
             return cell(w, x, *states)
@@ -258,7 +258,7 @@ def test_lists_that_are_only_summed():
         for s in (False, True)
     )
     x, *h = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), jnp.float32)
-    length = jnp.int32(3)
+    length = [jnp.int32(3)]
     total = h[0] + h[1] + h[2]
     assert_close(of_sum([W, x], [total, *h], length), whole([W, x], [*h, *h], length), rtol=1e-6)
 
@@ -272,7 +272,7 @@ def test_operations_with_many_results_run_once():
     results = rolled(expressions, in_parts, 3, counts=True)
     states = parts(expressions)
     program = expressions.program(results, [0, 1], summed=[False] * 2, capacity=4, parts=states)
-    args = [W, jnp.ones(2)], [jnp.ones(2)] * 8, jnp.int32(3)
+    args = [W, jnp.ones(2)], [jnp.ones(2)] * 8, [jnp.int32(3)]
     names = [eqn.primitive.name for eqn in jax.make_jaxpr(program)(*args).jaxpr.eqns]
     assert names.count("split") == 2
     assert_close((*program(*args),), in_parts(W, None, *[(jnp.ones(2),) * 2] * 3), 1e-6)

@@ -236,9 +236,9 @@ def test_what_is_done_along_a_list_is_what_jax_does(name, put_together, elements
     for length in {2, 3, 4} - {given.shape[1]}:
         roles = [("element", 0, k) for k in range(length)]
         traced = inlined(jax.make_jaxpr(program)(*given[:length]))
-        roller = Roller(expressions, traced, roles, length, True)
+        roller = Roller(expressions, traced, roles, (length,), True)
         results.add(roller.results(listed))
-        numbers[length] = roller.numbers
+        numbers[length,] = roller.numbers
     (result,) = results
     part = expressions.given(given[0].shape, given.dtype, "element", 0)
     run = expressions.program(result, [], [False], 6, [part], numbers_of_length(numbers))
@@ -249,7 +249,7 @@ def test_what_is_done_along_a_list_is_what_jax_does(name, put_together, elements
         @jax.jit
         def both(xs, filling, length=length):
             """Results and derivatives of the program with room for more, and of the one in it."""
-            found, pull = jax.vjp(lambda *xs: run([], [*xs, *filling], jnp.int32(length))[0], *xs)
+            found, pull = jax.vjp(lambda *xs: run([], [*xs, *filling], [jnp.int32(length)])[0], *xs)
             expected, pull_expected = jax.vjp(lambda *xs: jnp.stack(program(*xs)), *xs)
             expected = expected if listed else expected[0]
             if found.dtype.kind != "f":

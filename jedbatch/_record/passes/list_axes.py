@@ -68,7 +68,9 @@ class ListAxes:
             program = inlined(operation_of(self._registry.node_types[node_type]).jaxpr)
             try:
                 expressions = Expressions(self._registry.keys.params_key)
-                self._axes[key] = tuple(Roller(expressions, program, roles, length, False).axes())
+                self._axes[key] = tuple(
+                    Roller(expressions, program, roles, (length,), False).axes()
+                )
             except CannotRollError:
                 self._axes[key] = None
         return self._axes[key]

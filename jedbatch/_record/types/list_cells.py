@@ -73,15 +73,15 @@ class Rolled(NamedTuple):
 
     Attributes:
       node_type: its id.
-      length: of its lists.
-      roles: what its operands are, ("input", k) or ("element", leaf, position).
-      keys: equal for types that compute the same for lists of any length, if numbers that are the
+      lengths: of its lists.
+      roles: what its operands are, ("input", k) or ("element", leaf, position, list).
+      keys: equal for types that compute the same for lists of any length, if numbers that are a
         length are constants, and if they are the length.
       numbers: for each of the keys those in which such types may differ (see `list_arrays`).
     """
 
     node_type: int
-    length: int
+    lengths: tuple[int, ...]
     roles: tuple[tuple, ...]
     keys: tuple[Hashable, Hashable]
     numbers: tuple[NumbersOf, NumbersOf]
@@ -112,6 +112,7 @@ class CellCalls:
         self._functions: dict[Hashable, tuple[ElementFunction, ...]] = {}
         self._numbers: dict[Hashable, NumbersOfLength] = {}  # by keys
         self._refused: set[Hashable] = set()  # keys of programs that cannot run with more room
+        self._together: tuple[frozenset[tuple], ...] = ()  # arguments that are equally long
 
     def add(
         self, node_type: int, of: NodeType, args: tuple, slots: Sequence[bool], listed: int
@@ -135,6 +136,10 @@ class CellCalls:
 
         Those of long lists, and if there are `many` lengths, those that others are like.
         """
+        together = self._find_together()
+        if together != self._together:  # lists that varied together, or did not vary
+            self._together = together
+            self.rolled.clear()
         for t in self.lists.keys() - self.rolled.keys():
             if varying := self._varying(t):  # lists of others may vary yet
                 self.rolled[t] = self._rolled(t, node_types[t], varying)
@@ -146,14 +151,14 @@ class CellCalls:
                 if r.keys[counts] is not None and r.keys[counts] not in self._refused:
                     by_key.setdefault(r.keys[counts], []).append(r)
             for key, same in by_key.items():
-                lengths = {r.length for r in same}
-                long = max(lengths) > LONG
+                lengths = {r.lengths for r in same}
+                long = max(map(max, lengths)) > LONG
                 few = not ((many or long) and len(lengths) > 1) and not (counts and long)
                 if not few and (fitting := self._fitting(key, same, counts)):
                     alike[key] = fitting
             types = [r for r in types if r.keys[counts] not in alike]
         for r in types:
-            if r.length == 1:
+            if set(r.lengths) == {1}:
                 for key, same in alike.items():
                     if self._is_of_one(r, key):
                         same.append(r)
@@ -167,45 +172,64 @@ class CellCalls:
     def _fitting(self, key: Any, same: Sequence[Rolled], counts: bool) -> list[Rolled]:
         """Returns the types of a key whose numbers are what they are known to be of the length."""
         known = self._numbers.get(key)
-        agree = known and all(known.agree(r.length, r.numbers[counts]) for r in same)
-        if known is None or (known.are_guessed and not agree):
-            numbers = {r.length: r.numbers[counts] for r in same}
+        if known is None or not all(known.agree(r.lengths, r.numbers[counts]) for r in same):
+            numbers = {r.lengths: r.numbers[counts] for r in same}
             found = numbers_of_length(numbers)
             if found is None:  # as `max(n - 1, 1)` of one element is another number
-                found = numbers_of_length({n: x for n, x in numbers.items() if n > 1})
-            if found is not None:
+                found = numbers_of_length({n: x for n, x in numbers.items() if min(n) > 1})
+            if found is not None and (known is None or found.of != known.of):
                 self._numbers[key] = known = found
-                padded = self.padded_types.items()
-                self.padded_types = {k: t for k, t in padded if k[0] != key}  # of a guess
-        return [r for r in same if known and known.agree(r.length, r.numbers[counts])]
+                padded = self.padded_types.items()  # those of what fewer lengths had said
+                self.padded_types = {k: t for k, t in padded if k[0] != key}
+        return [r for r in same if known and known.agree(r.lengths, r.numbers[counts])]
 
     def _is_of_one(self, single: Rolled, key: Any) -> bool:
         """Returns whether a type of lists of one element is what a key says of such lists."""
         counts = single.keys[False] is None
         own: Any = single.keys[counts]
         numbers = single.numbers[counts]
-        if own[1:] != key[1:] or (numbers and not self._numbers[key].agree(1, numbers)):
+        known = self._numbers[key]
+        if own[1:] != key[1:] or (numbers and not known.agree(single.lengths, numbers)):
             return False
         return all(map(self._expressions.is_of_one, own[0], key[0]))
 
-    def _varying(self, node_type: int) -> list[ListArgument]:
-        """Returns the lists of a type that are long, or of which other lengths were met."""
-        lengths: dict[tuple, set[int]] = {}
-        for lists in self.lists.values():
+    def _find_together(self) -> tuple[frozenset[tuple], ...]:
+        """Returns which arguments are lists that are long, or of which other lengths were met.
+
+        Those that were equally long in all calls are together.
+        """
+        met: dict[tuple, list[int | None]] = {}
+        for k, lists in enumerate(self.lists.values()):
             for x in lists:
-                lengths.setdefault(x.which, set()).add(x.length)
-        lists = self.lists[node_type]
-        return [x for x in lists if len(lengths[x.which]) > 1 or x.length > LONG]
+                met.setdefault(x.which, [None] * len(self.lists))[k] = x.length
+        together: dict[tuple[int | None, ...], set[tuple]] = {}
+        for which, lengths in met.items():
+            known = {n for n in lengths if n is not None}
+            if len(known) > 1 or max(known) > LONG:
+                together.setdefault(tuple(lengths), set()).add(which)
+        return tuple(map(frozenset, together.values()))
+
+    def _varying(self, node_type: int) -> list[list[ListArgument]]:
+        """Returns the lists of a type that vary in length, those that are equally long together.
+
+        Those without elements are left out, and beside longer ones those of one, which nothing
+        tells apart from an argument by itself.
+        """
+        lists = [x for x in self.lists[node_type] if x.length]
+        several = ([x for x in lists if x.which in which] for which in self._together)
+        found = [own for own in several if own]
+        return [own for own in found if own[0].length > 1] or found
 
     def _rolled(
-        self, node_type: int, of: NodeType, varying: Sequence[ListArgument]
+        self, node_type: int, of: NodeType, varying: Sequence[Sequence[ListArgument]]
     ) -> Rolled | None:
-        if len({x.length for x in varying}) != 1 or not 0 < varying[0].length <= CAPACITIES[-1]:
+        lengths = tuple([own[0].length for own in varying])
+        if max(lengths) > CAPACITIES[-1]:
             return None
         roles = self._roles(node_type, varying)
         if roles is None:
             return None
-        length = varying[0].length
+        length = lengths[0]
         program = inlined(operation_of(of).jaxpr, called)
         num_shared = len(of.shared)
         num_inputs = sum(role[0] == "input" for role in roles)
@@ -214,8 +238,9 @@ class CellCalls:
         elements = tuple(  # what weak types mean has been settled in the program
             dataclasses.replace(t, weak=False)
             for r, t in zip(roles, of.operands, strict=True)
-            if r[2:] == (0,)
+            if r[2:3] == (0,)
         )
+        lists = tuple(r[3] for r in roles if r[2:3] == (0,))
         listed = self.listed[node_type]
         in_lists = of.results[: listed * length : length]
         kinds = in_lists, of.results[listed * length :]
@@ -223,21 +248,23 @@ class CellCalls:
         numbers: list[NumbersOf] = [{}, {}]
         for counts in (False, True):
             with contextlib.suppress(CannotRollError):
-                roller = Roller(self._expressions, program, [*shared, *roles], length, counts)
-                keys[counts] = roller.results(listed), of.shared, types, elements, kinds
+                roller = Roller(self._expressions, program, [*shared, *roles], lengths, counts)
+                keys[counts] = roller.results(listed), of.shared, types, elements, kinds, lists
                 numbers[counts] = roller.numbers
         if not any(keys):
             return None
-        return Rolled(node_type, length, roles, (keys[0], keys[1]), (numbers[0], numbers[1]))
+        return Rolled(node_type, lengths, roles, (keys[0], keys[1]), (numbers[0], numbers[1]))
 
-    def _roles(self, node_type: int, varying: Sequence[ListArgument]) -> tuple[tuple, ...] | None:
+    def _roles(
+        self, node_type: int, varying: Sequence[Sequence[ListArgument]]
+    ) -> tuple[tuple, ...] | None:
         """Returns what the operands of a type are; None if some element is no operand."""
         of_leaf: dict[int, tuple] = {}
         first_leaf = 0
-        for x in varying:
+        for number, x in ((number, x) for number, own in enumerate(varying) for x in own):
             for k in range(x.length * x.leaves):
                 position, leaf = divmod(k, x.leaves)
-                of_leaf[x.first + k] = "element", first_leaf + leaf, position
+                of_leaf[x.first + k] = "element", first_leaf + leaf, position, number
             first_leaf += x.leaves
         slots = self.slots[node_type]
         if not all(slots[k] for k in of_leaf):
@@ -257,13 +284,15 @@ class CellCalls:
         """
         summed, (in_lists, _) = self._summed(key), key[4]
         capacities = CAPACITIES_OF_SUMS if all(summed) and not in_lists else CAPACITIES
-        return next(c for c in capacities if c >= rolled.length)
+        return next(c for c in capacities if c >= max(rolled.lengths))
 
     def _summed(self, key: Any, functions: Sequence[ElementFunction] = ()) -> tuple[bool, ...]:
         """Returns for each part of the elements whether nothing but its sum is read."""
         known = [f.part for f in functions]
         return tuple(
-            t.dtype in SUMMED and self._expressions.is_only_summed(key[0], part, known)
+            t.dtype in SUMMED
+            and not self._expressions.all[part].list
+            and self._expressions.is_only_summed(key[0], part, known)
             for part, t in self._parts(key, functions)
         )
 
@@ -272,41 +301,41 @@ class CellCalls:
 
         All leaves, or those that are read besides functions of them, and these functions.
         """
-        results, _, _, elements, _ = key
-        leaves = [
-            (self._expressions.given(t.shape, t.dtype, "element", leaf), t)
-            for leaf, t in enumerate(elements)
-        ]
+        leaves = list(zip(self._leaves(key), key[3], strict=True))
         if functions:
             known = [f.part for f in functions]
-            read = self._expressions.parts(results, known)
+            read = self._expressions.parts(key[0], known)
             leaves = [(part, t) for part, t in leaves if part in read]
         return [*leaves, *((f.part, f.type) for f in functions)]
 
+    def _leaves(self, key: Any) -> list[int]:
+        """The ids of the expressions of the leaves of elements."""
+        return [
+            self._expressions.given(t.shape, t.dtype, "element", leaf, *([k] if k else []))
+            for leaf, (t, k) in enumerate(zip(key[3], key[5], strict=True))
+        ]
+
     def functions(self, rolled: Rolled, key: Any, of: NodeType) -> tuple[ElementFunction, ...]:
-        """Returns functions of one element that can be computed where it is made."""
+        """Returns functions of an element of the first list that its maker can compute."""
         if key not in self._functions:
-            _, shared, inputs, _, _ = key
+            _, shared, inputs, _, _, lists = key
             avals = operation_of(of).jaxpr.in_avals
             of_element = [
                 aval
                 for role, aval in zip(rolled.roles, avals[len(shared) :], strict=True)
-                if role[2:] == (0,)
+                if role[2:3] == (0,)
             ]
             own_key = operation_of(of).key
-            self._functions[key] = find_functions(
+            found = find_functions(
                 self._expressions, key[0], own_key, shared, len(inputs), avals, of_element
             )
+            self._functions[key] = tuple([f for f in found if not lists[f.leaf]])
         return self._functions[key]
 
     def leaves_read(self, key: Any, functions: Sequence[ElementFunction]) -> list[int]:
         """The leaves of elements that are read besides functions of them."""
         parts = {index for index, _ in self._parts(key, functions)}
-        leaves = [
-            (leaf, self._expressions.given(t.shape, t.dtype, "element", leaf))
-            for leaf, t in enumerate(key[3])
-        ]
-        return [leaf for leaf, part in leaves if part in parts]
+        return [leaf for leaf, part in enumerate(self._leaves(key)) if part in parts]
 
     def padded_type(
         self,
@@ -318,6 +347,8 @@ class CellCalls:
     ) -> NodeType:
         """Returns the type with room for so many elements that serves types of one key.
 
+        It reads its inputs; elements and lengths of all lists but the first; those of the first.
+
         Args:
           rolled: one of these types.
           key: the key.
@@ -325,47 +356,60 @@ class CellCalls:
           capacity: elements there is room for.
           functions: of one element, whose values are given.
         """
-        results, shared, inputs, _, (in_lists, single) = key
+        results, shared, inputs, _, (in_lists, single), _ = key
         avals = operation_of(of).jaxpr.in_avals
         shared_avals, operand_avals = avals[: len(shared)], avals[len(shared) :]
         pairs = list(zip(rolled.roles, operand_avals, strict=True))
         given = [aval for role, aval in pairs if role[0] == "input"]
-        leaf_avals = [aval for role, aval in pairs if role[2:] == (0,)]
+        leaf_avals = [aval for role, aval in pairs if role[2:3] == (0,)]
         of_element = [leaf_avals[leaf] for leaf in self.leaves_read(key, functions)]
         of_element += [f.program.out_avals[0] for f in functions]
         parts, elements = zip(*self._parts(key, functions), strict=True)
+        is_first = [not self._expressions.all[part].list for part in parts]
+        num_others, num_lengths = is_first.count(False), len(rolled.lengths) - 1
+        first = len(inputs) + capacity * num_others + num_lengths
 
         def traced(summed: Sequence[bool]) -> Any:
             """The program, with sums in place of some lists."""
             numbers = range(len(inputs) + len(shared))
+            in_order = _first_true(is_first, parts)  # as they are given below
+            are_sums = _first_true(is_first, summed)
             program = self._expressions.program(
-                results, numbers, summed, capacity, parts, self._numbers[key]
+                results, numbers, are_sums, capacity, in_order, self._numbers[key]
             )
 
             def run(*values: Array) -> list[Array]:
                 others, rest = values[: len(shared)], values[len(shared) :]
-                own, rest = rest[: len(inputs)], rest[len(inputs) :]
-                made = program([*own, *others], rest[:-1], rest[-1])
+                own, apart, rest = rest[: len(inputs)], rest[len(inputs) : first], rest[first:]
+                lengths = [rest[-1], *apart[capacity * num_others :]]
+                elements = [*rest[:-1], *apart[: capacity * num_others]]
+                made = program([*own, *others], elements, lengths)
                 rows = (x[k] for x in made[: len(in_lists)] for k in range(capacity))
                 return [*rows, *made[len(in_lists) :]]
 
-            pairs = zip(of_element, summed, strict=True)
-            lists = [x for x, is_sum in pairs for x in [x] * (1 if is_sum else capacity)]
+            triples = list(zip(of_element, summed, is_first, strict=True))
+            lists = [x for x, s, own in triples if own for x in [x] * (1 if s else capacity)]
+            apart = [x for x, _, own in triples if not own for x in [x] * capacity]
             length = jax.ShapeDtypeStruct(LENGTH.shape, LENGTH.dtype)
+            apart += [length] * num_lengths
             with pause():
-                return jax.make_jaxpr(run)(*shared_avals, *given, *lists, length)
+                return jax.make_jaxpr(run)(*shared_avals, *given, *apart, *lists, length)
 
         closed = traced([False] * len(elements))
         summed = self._summed(key, functions)
         lists = ListOperands(
-            len(inputs),
+            first,
             capacity,
-            len(inputs) + capacity * len(elements),
-            summed,
+            first + capacity * is_first.count(True),
+            tuple(itertools.compress(summed, is_first)),
             traced(summed) if any(summed) else closed,
         )
         where = of.label[of.label.rindex(")") + 1 :]
-        operands = (*inputs, *(t for t in elements for _ in range(capacity)), LENGTH)
+        pairs = list(zip(elements, is_first, strict=True))
+        own, apart = (
+            [t for t, x in pairs if x == y for _ in range(capacity)] for y in (True, False)
+        )
+        operands = (*inputs, *apart, *[LENGTH] * num_lengths, *own, LENGTH)
         listed = ", ".join(map(str, (*inputs, *(f"≤{capacity} × {t}" for t in elements))))
         kind = "list of functions" if functions else "list"
         return NodeType(
@@ -376,6 +420,12 @@ class CellCalls:
             (*(t for t in in_lists for _ in range(capacity)), *single),
             f"{of.name}({listed}){where}",
         )
+
+
+def _first_true(is_first: Sequence[bool], values: Sequence[Any]) -> list[Any]:
+    """Returns some values, those that are first before the others."""
+    pairs = list(zip(is_first, values, strict=True))
+    return [x for y in (True, False) for first, x in pairs if first == y]
 
 
 class Arities:
@@ -460,31 +510,43 @@ class Arities:
         place = {role: k for k, role in enumerate(rolled.roles)}
         inputs = [k for role, k in place.items() if role[0] == "input"]
 
-        def order(leaves: Sequence[int]) -> np.ndarray:
+        lists = key[5]
+
+        def order(leaves: Sequence[int]) -> list[int]:
             """The operands that are elements, one leaf after the other."""
-            elements = [
-                place["element", leaf, position if position < rolled.length else 0]
+            return [
+                place[
+                    "element", leaf, position if position < lengths[lists[leaf]] else 0, lists[leaf]
+                ]
                 for leaf in leaves
                 for position in range(capacity)
             ]
-            return np.array(elements, np.int64)
 
+        def reads(leaves: Sequence[int]) -> np.ndarray:
+            """The operands before the lengths, where those of other lists than the first are 0."""
+            apart = order([leaf for leaf, k in enumerate(lists) if k])
+            own = order([leaf for leaf in leaves if not lists[leaf]])
+            return np.array([*inputs, *apart, *[0] * (len(lengths) - 1), *own], np.int64)
+
+        lengths = rolled.lengths
         padded_type = calls.padded_types[key, capacity, False]
         of_lists = calls.listed[rolled.node_type] * capacity
         results = np.arange(len(self._node_types[padded_type].results))
-        exists = (results >= of_lists) | (results % capacity < rolled.length)
+        exists = (results >= of_lists) | (results % capacity < lengths[0])
+        others = len(inputs) + capacity * sum(map(bool, lists))
         given_functions = None
         if functions:
             given_functions = GivenFunctions(
                 calls.padded_types[key, capacity, True],
-                np.array([*inputs, *order(calls.leaves_read(key, functions))], np.int64),
+                reads(calls.leaves_read(key, functions)),
                 functions,
-                order([f.leaf for f in functions]).reshape(len(functions), capacity),
+                np.array(order([f.leaf for f in functions])).reshape(len(functions), capacity),
             )
         return PaddedCalls(
             padded_type,
-            np.array([*inputs, *order(range(len(key[3])))], np.int64),
-            rolled.length,
+            reads(range(len(key[3]))),
+            lengths,
+            others,
             results[exists],
             given_functions,
         )

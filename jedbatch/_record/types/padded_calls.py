@@ -45,15 +45,17 @@ class PaddedCalls:
     Attributes:
       node_type: the id of the other type.
       order: which of their operands nodes read as each operand of the other type but the last,
-        which is the length.
-      length: of their lists.
+        which is the length of the first list; anything at the places of other lengths.
+      lengths: of their lists.
+      others: the place of the length of the second list, which others follow.
       results: which results of the other type theirs are.
       given: how they are nodes of a type that is given functions of the elements, if they can be.
     """
 
     node_type: int
     order: np.ndarray
-    length: int
+    lengths: tuple[int, ...]
+    others: int
     results: np.ndarray
     given: GivenFunctions | None = None
 
@@ -117,7 +119,7 @@ class _Nodes:
         for t, nodes in self.with_lists.items():
             calls = self.padded[t]
             if calls.given is not None:
-                reads = [self.read(nodes, x[: calls.length]) for x in calls.given.places]
+                reads = [self.read(nodes, x[: calls.lengths[0]]) for x in calls.given.places]
                 groups.setdefault(calls.given.functions, []).append((nodes, reads))
         counts = np.bincount(self.room, minlength=len(self.num_results))
         for functions, several in groups.items():
@@ -205,10 +207,12 @@ def pad(
         ranges(graph.operand_ptr[same], arity[same])
     ]
     functions = _Functions(makers, values, first[graph.value_node])
-    length = np.zeros(len(is_new), np.int32)
+    of_lengths = []  # (node, place among the operands, length) of each list
     for t, of_type in nodes.with_lists.items():
         calls = padded[t]
-        length[of_type] = calls.length
+        of_lengths.append((of_type, start[1:][of_type] - 1, calls.lengths[0]))
+        for k, n in enumerate(calls.lengths[1:], start=calls.others):
+            of_lengths.append((of_type, start[of_type] + k, n))
         for is_given in (False, True):
             own = of_type[given[of_type] == is_given]
             if not len(own):
@@ -221,11 +225,17 @@ def pad(
                 for f, places in zip(calls.given.functions, calls.given.places, strict=True):
                     operand[end + np.arange(len(places))] = functions.of(f)[nodes.read(own, places)]
                     end = end + len(places)
-    operand[start[1:][changed] - 1] = -1 - graph.num_inputs - np.arange(len(changed))
+    owner = np.concatenate([own for own, _, _ in of_lengths] or [changed])
+    in_order = np.argsort(owner, kind="stable")
+    places = np.concatenate([at for _, at, _ in of_lengths] or [changed])[in_order]
+    operand[places] = -1 - graph.num_inputs - np.arange(len(owner))
+    length = np.repeat(
+        np.array([n for _, _, n in of_lengths], np.int32), [len(own) for own, _, _ in of_lengths]
+    )[in_order]
     change = Rewrite(~is_new, anchor, new_type[anchor], pointers(arity[anchor]), operand, value)
-    cuts = np.searchsorted(changed, graph.node_ptr).tolist()
+    cuts = np.searchsorted(owner[in_order], graph.node_ptr).tolist()
     lengths = [
-        (i, InputRows(LENGTH, length[changed[a:b]]))
+        (i, InputRows(LENGTH, length[a:b]))
         for i, (a, b) in enumerate(itertools.pairwise(cuts))
         if a < b
     ]
