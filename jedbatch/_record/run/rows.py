@@ -60,22 +60,20 @@ class CallsOfRows:
         self.may_be_made = may_be_made
         self.why: str | None = None
         self.families: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._lengths: set[int] = set()
+        self._lengths: set[tuple[int, ...]] = set()
         self._alone: set[int] = set()
 
     def leaves(self, varied: Sequence[int], arrays: Sequence[Array]) -> list[int]:
-        """Returns the arrays of an instance that are given as rows.
-
-        None are if they are not equally long, as lists of two lengths share no types.
+        """Returns the arrays of an instance that are given as rows, if all have some, and few.
 
         Args:
           varied: those whose lengths differ from instance to instance.
           arrays: of the instance.
         """
-        lengths = {arrays[i].shape[0] for i in varied}
-        if len(lengths) != 1 or not 0 < min(lengths) <= MOST_ROWS:
+        lengths = tuple([arrays[i].shape[0] for i in varied])
+        if not lengths or not 0 < min(lengths) <= max(lengths) <= MOST_ROWS:
             return []
-        self._lengths |= lengths
+        self._lengths.add(lengths)
         return [*varied]
 
     @property

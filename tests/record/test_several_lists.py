@@ -1,0 +1,117 @@
+"""Cells that take several lists, of which each has a length of its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases.helpers import assert_close, loop, mostly_slow
+
+import jedbatch
+
+pytestmark = pytest.mark.unoptimized
+
+P = {
+    "e": jnp.asarray(np.random.default_rng(0).normal(size=(30, 4)), jnp.float32),
+    "w": jnp.asarray(np.random.default_rng(1).normal(size=(4, 4)) / 2, jnp.float32),
+}
+LEAF = jedbatch.cell(lambda p, i: p["e"][i], name="leaf")
+
+
+def sums(p, a, b):
+    return jnp.tanh(sum(a) @ p["w"] + sum(b))
+
+
+def means(p, a, b):
+    return jnp.stack(a).mean(0) - len(b) * jnp.stack(b).max(0)
+
+
+def attention(p, a, b):
+    """Of the elements of one list to those of the other."""
+    a, b = jnp.stack(a), jnp.stack(b)
+    return (jax.nn.softmax(a @ p["w"] @ b.T) @ b).mean(0) + a.max(0)
+
+
+def among_each(p, a, b):
+    a, b = jnp.stack(a), jnp.stack(b)
+    return (jax.nn.softmax(a @ a.T) @ a).sum(0) - jnp.cumsum(b @ p["w"], 0)[-1]
+
+
+def positions(p, a, b):
+    return (jnp.stack(a) + p["e"][: len(a)]).max(0) + (jnp.stack(b) * p["e"][: len(b)]).sum(0)
+
+
+def end_to_end(p, a, b):
+    return jnp.concatenate([jnp.stack(a), jnp.stack(b)]).max(0)
+
+
+def scans(p, a, b):
+    def step(h, x):
+        return jnp.tanh(h @ p["w"] + x), None
+
+    return jax.lax.scan(step, jax.lax.scan(step, jnp.zeros(4), jnp.stack(a))[0], jnp.stack(b))[0]
+
+
+def three(p, a, b, c):
+    return (jnp.stack(a) @ p["w"] @ jnp.stack(b).T).max(1).mean() * sum(c)
+
+
+CELLS = [sums, means, attention, among_each, positions, end_to_end, scans, three]
+
+
+def instances(rng, num_lists, count=8, most=9):
+    def words():
+        return rng.integers(0, 30, rng.integers(2, most)).tolist()
+
+    return [tuple(words() for _ in range(num_lists)) for _ in range(count)]
+
+
+def of_lists(fn):
+    """A function of lists of words, and the loop's."""
+    cell = jedbatch.cell(fn)
+
+    def model(p, lists):
+        return cell(p, *[[LEAF(p, word) for word in words] for words in lists])
+
+    return model
+
+
+@pytest.mark.parametrize("fn", mostly_slow(CELLS, "sums", "attention"))
+def test_lists_of_any_lengths_share_types(fn):
+    model, rng = of_lists(fn), np.random.default_rng(0)
+    batched, known = jedbatch.batch(model), []
+    for _ in range(5):
+        given = instances(rng, 3 if fn is three else 2)
+        assert_close(batched(P, given), loop(model, P, given), rtol=1e-4)
+        known.append(batched.compilations)
+    assert known[-1] == known[-2]
+    plan = batched.plan(P, given)
+    assert len(plan.graph.present_types) <= 3  # the leaf, and room for 4 or for 8 elements
+    given += [([3], *[[1, 2]] * (len(given[0]) - 1)), ([4],) * len(given[0])]
+    squares = jax.grad(lambda p: jnp.square(batched(p, given)).sum())(P)
+    expected = jax.grad(lambda p: jnp.square(loop(model, p, given)).sum())(P)
+    assert_close(squares, expected, rtol=1e-4)
+
+
+def test_lists_that_were_equally_long_at_first():
+    model, rng = of_lists(sums), np.random.default_rng(0)
+    batched = jedbatch.batch(model)
+    equal = [(a, b[: len(a)]) for a, b in instances(rng, 2) if len(b) >= len(a)]
+    for given in (equal * 2, *(instances(rng, 2) for _ in range(3)), equal):
+        assert_close(batched(P, given), loop(model, P, given), rtol=1e-4)
+
+
+def test_pairs_of_sentences_of_which_python_asks_the_lengths():
+    def match(p, pair):
+        a, b = (p["e"][words] + p["e"][: len(words)] for words in (pair["a"], pair["b"]))
+        return (jax.nn.softmax(a @ p["w"] @ b.T) @ b).mean(0)
+
+    rng = np.random.default_rng(0)
+    batched, known = jedbatch.batch(match), []
+    for _ in range(4):
+        pairs = [
+            {k: rng.integers(0, 30, rng.integers(2, 20)) for k in ("a", "b")} for _ in range(8)
+        ]
+        assert_close(batched(P, pairs), loop(match, P, pairs), rtol=1e-4)
+        known.append(batched.compilations)
+    assert known[-1] == known[-3]
+    assert len(batched.plan(P, pairs).graph.present_types) <= 2
