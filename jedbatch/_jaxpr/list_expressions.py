@@ -206,7 +206,7 @@ class Expressions:
         Returns:
           Those of the leaves of elements, in their order, and then those of `known`.
         """
-        read = map(self.all.__getitem__, read_ids := self._read_by(results, known))
+        read = map(self.all.__getitem__, read_ids := self.read_by(results, known))
         pairs = zip(read_ids, read, strict=True)
         leaves = [i for i, x in pairs if x.given is not None and x.given[0] == "element"]
         return [*sorted(leaves, key=lambda i: self.all[i].given or ()), *known]
@@ -221,7 +221,7 @@ class Expressions:
         Returns:
           (id, leaf) of the largest such expressions, which other expressions or results read.
         """
-        read_by = self._read_by(results)
+        read_by = self.read_by(results)
         leaves: dict[int, frozenset[int]] = {}  # of the elements, by expressions of nothing else
         for index in read_by:
             x = self.all[index]
@@ -250,7 +250,7 @@ class Expressions:
             *others, leaf = given
             by_number = dict(zip(inputs, others, strict=True))
             values: dict[int, Array] = {}
-            for i in self._read_by([index]):
+            for i in self.read_by([index]):
                 x = self.all[i]
                 if x.given is not None:
                     values[i] = leaf if x.given[0] == "element" else by_number[x.given[1]]
@@ -263,7 +263,7 @@ class Expressions:
 
     def inputs_of(self, index: int) -> list[int]:
         """The numbers of the inputs that an expression depends on."""
-        given = [self.all[i].given for i in self._read_by([index])]
+        given = [self.all[i].given for i in self.read_by([index])]
         return sorted(x[1] for x in given if x is not None and x[0] == "input")
 
     def is_only_summed(self, results: Sequence[int], part: int, known: Sequence[int] = ()) -> bool:
@@ -276,7 +276,7 @@ class Expressions:
         """
         if part in results:
             return False
-        for index in self._read_by(results, known):
+        for index in self.read_by(results, known):
             x = self.all[index]
             sums = x.reduction is not None and x.reduction[0] == "add"
             if index not in known and part in (x.args[1:] if sums else x.args):
@@ -329,7 +329,7 @@ class Expressions:
                     values[part] = without_others(jnp.stack(own), exists[self._list_of(part)])
             by_number = dict(zip(inputs, given, strict=True))
             made: dict[Any, Any] = {}  # by operations, all results
-            for index in self._read_by(results, parts):
+            for index in self.read_by(results, parts):
                 x = self.all[index]
                 if index in values:
                     continue
@@ -396,7 +396,7 @@ class Expressions:
         """Does so for symbols of the lengths."""
         padded: dict[ArrayOperation, PaddedOperation] = {}
         types: dict[int, Any] = {}
-        for index in self._read_by(results, parts):
+        for index in self.read_by(results, parts):
             x = self.all[index]
             operands = [] if index in parts else [types[a] for a in x.args]
             types[index] = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -412,7 +412,7 @@ class Expressions:
             raise CannotMergeError("a result is an array of all elements")
         return padded
 
-    def _read_by(self, results: Sequence[int], known: Sequence[int] = ()) -> list[int]:
+    def read_by(self, results: Sequence[int], known: Sequence[int] = ()) -> list[int]:
         """Returns the ids that some expressions read, in an order in which they can run.
 
         Of what is `known` nothing is read.

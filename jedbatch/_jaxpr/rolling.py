@@ -115,7 +115,10 @@ class Roller:
         values, length = self._values(), self.lengths[0]
         end = listed * length
         lists = (values[k : k + length] for k in range(0, end, length))
-        return (*map(self._each, lists), *map(self._single, values[end:]))
+        made = (*map(self._each, lists), *map(self._single, values[end:]))
+        read = set(self.expressions.read_by(made))
+        self.numbers = {index: own for index, own in self.numbers.items() if index in read}
+        return made
 
     def _constant(self, key: Hashable, value: Any) -> Single:
         shape, dtype = np.shape(value), jnp.result_type(value)

@@ -115,3 +115,15 @@ def test_pairs_of_sentences_of_which_python_asks_the_lengths():
         known.append(batched.compilations)
     assert known[-1] == known[-3]
     assert len(batched.plan(P, pairs).graph.present_types) <= 2
+
+
+def test_what_is_done_with_a_list_that_nobody_reads():
+    def unread(p, a, b):
+        jnp.stack(b) * p["e"][: len(b)]
+        return jnp.stack(a).mean(0)
+
+    model, rng = of_lists(unread), np.random.default_rng(0)
+    batched = jedbatch.batch(model)
+    for _ in range(3):
+        given = [*instances(rng, 2), ([1, 2, 3], [4])]
+        assert_close(batched(P, given), loop(model, P, given), rtol=1e-4)
