@@ -6,7 +6,8 @@ that is fastest. Then the programs are rolled up (see `_jaxpr.rolling`), and whe
 different lengths say the same, nodes take part in one type that has room for so many elements;
 so do long lists from the first one on, which are programs of thousands of operations otherwise. A
 node of this type reads its elements, the first of them again in the places that are left, and how
-many there are.
+many there are. Lists that were not equally long in all calls have lengths of their own, and room
+for as many elements as the longest.
 
 Types are changed where a graph is written down: until then every call is recorded with the
 arguments it has.
@@ -299,13 +300,15 @@ class CellCalls:
     def _parts(self, key: Any, functions: Sequence[ElementFunction]) -> list[tuple[int, ValueType]]:
         """(id of the expression, type) of the values that elements consist of.
 
-        All leaves, or those that are read besides functions of them, and these functions.
+        All leaves; or those of the first list that are read besides functions of them, all of the
+        other lists, and these functions.
         """
         leaves = list(zip(self._leaves(key), key[3], strict=True))
         if functions:
             known = [f.part for f in functions]
             read = self._expressions.parts(key[0], known)
-            leaves = [(part, t) for part, t in leaves if part in read]
+            all_of = self._expressions.all
+            leaves = [(part, t) for part, t in leaves if part in read or all_of[part].list]
         return [*leaves, *((f.part, f.type) for f in functions)]
 
     def _leaves(self, key: Any) -> list[int]:
@@ -509,18 +512,13 @@ class Arities:
                 calls.padded_types[key, capacity, bool(given)] = new_id
         place = {role: k for k, role in enumerate(rolled.roles)}
         inputs = [k for role, k in place.items() if role[0] == "input"]
-
-        lists = key[5]
+        lists, lengths = key[5], rolled.lengths
 
         def order(leaves: Sequence[int]) -> list[int]:
             """The operands that are elements, one leaf after the other."""
-            return [
-                place[
-                    "element", leaf, position if position < lengths[lists[leaf]] else 0, lists[leaf]
-                ]
-                for leaf in leaves
-                for position in range(capacity)
-            ]
+            pairs = itertools.product(leaves, range(capacity))
+            of_leaf = ((leaf, k, lists[leaf]) for leaf, k in pairs)
+            return [place["element", x, k if k < lengths[of] else 0, of] for x, k, of in of_leaf]
 
         def reads(leaves: Sequence[int]) -> np.ndarray:
             """The operands before the lengths, where those of other lists than the first are 0."""
@@ -528,7 +526,6 @@ class Arities:
             own = order([leaf for leaf in leaves if not lists[leaf]])
             return np.array([*inputs, *apart, *[0] * (len(lengths) - 1), *own], np.int64)
 
-        lengths = rolled.lengths
         padded_type = calls.padded_types[key, capacity, False]
         of_lists = calls.listed[rolled.node_type] * capacity
         results = np.arange(len(self._node_types[padded_type].results))
