@@ -180,6 +180,7 @@ def test_workers_plan_no_shards():
         batched.plans(jnp.ones(3), [TREES], mesh=mesh_of(1), workers=2)
 
 
+@pytest.mark.unoptimized  # as those of shards of trees are
 def test_arrays_that_differ_in_length():
     """They run on tiles; lengths never seen compile nothing. Calls without a mesh pack them."""
 
@@ -195,7 +196,7 @@ def test_arrays_that_differ_in_length():
         return sum(jnp.square(x).sum() for x in jax.tree.leaves(batched.apply(p, plan)))
 
     run, known = jax.jit(jax.value_and_grad(step)), []
-    for lengths in ([2, 4, 3, 9], [1, 12, 5, 2], [7, 7, 3, 11], [13, 6, 1, 8]):
+    for lengths in ([2, 4, 3, 9], [1, 12, 5, 2], [13, 6, 1, 8]):
         arrays = [rng.normal(size=(n, 3)).astype(np.float32) for n in lengths]
         plan = batched.plan(p, arrays, mesh=mesh_of(1))
         testing.check_plan(plan)
