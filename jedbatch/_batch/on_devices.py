@@ -267,7 +267,7 @@ def check_number(function: str, name: str, count: int, devices: DeviceAxis) -> N
 
 def _recorded(core: Core, shared: tuple, instances: list[tuple], devices: DeviceAxis) -> Minibatch:
     """Returns what was recorded, or an error if it cannot be cut."""
-    minibatch = core.record(core.graph_session(shared, instances, devices), instances)
+    minibatch = core.record_graphs(shared, instances, devices)
     core.refuse_tracers(minibatch.tracers)
     return minibatch
 

@@ -91,7 +91,7 @@ class Planner:
         self._core, self._shared = core, shared
         self._sample, self._gradient = sample, gradient
         _, leaves = core.session(shared)
-        self._session = core.graph_session(shared, sample)
+        self._session = core.record_graphs(shared, sample).session
         self._types = [*map(array_type, leaves)]
         self._exporter = Exporter(self._session.programs, gradient)
         self._num_attached = self._num_planned_here = 0

@@ -134,9 +134,7 @@ def graph(core: Core, args: tuple) -> Graph:
 
 def _recorded(core: Core, shared: tuple, instances: list[tuple]) -> Minibatch:
     """Returns recorded instances, or an error if they are no data."""
-    session = core.graph_session(shared, instances)
-    with core.planning:
-        minibatch = core.record(session, instances)
+    minibatch = core.record_graphs(shared, instances)
     core.refuse_tracers(minibatch.tracers)
     if any(isinstance(r, ExpandedRecord) and r.runs for r in minibatch.records):
         raise ValueError(

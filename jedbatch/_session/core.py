@@ -142,21 +142,6 @@ class Core:
             session = self._keep(key, session)
         return session, leaves
 
-    def graph_session(
-        self, shared: tuple, instances: list[tuple], devices: DeviceAxis | None = None
-    ) -> Session:
-        """Returns a session in which instances are graphs alone, and nothing runs ahead of them.
-
-        What runs on several devices, in exports and in other processes are graphs. There nodes on
-        tiles take the place of packed rows.
-        """
-        session, _ = self.session(shared, devices)
-        if not session.tiles:
-            with self.planning:
-                minibatch = self.record(session, instances)
-            session.tiles = bool(find_calls(minibatch.records, minibatch.arrays))
-        return self.session(shared, devices, packs=False)[0] if session.tiles else session
-
     def _keep(self, key: Hashable, new: Session) -> Session:
         """Keeps a new session in place of one that is full, unless another thread was first."""
         with self._keeping:
@@ -194,6 +179,23 @@ class Core:
         seconds = {"trace": time.perf_counter() - start}
         policy = self.policy
         return Minibatch(session, records, arrays, policy, seconds, num_known, tracers, reached)
+
+    def record_graphs(
+        self, shared: tuple, instances: list[tuple], devices: DeviceAxis | None = None
+    ) -> Minibatch:
+        """Records instances as graphs alone, ahead of which nothing runs.
+
+        What runs on several devices, in exports and in other processes are graphs. There nodes on
+        tiles take the place of packed rows, in a session of their own.
+        """
+        session, _ = self.session(shared, devices)
+        with self.planning:
+            if not session.tiles:
+                minibatch = self.record(session, instances)
+                session.tiles = bool(find_calls(minibatch.records, minibatch.arrays))
+                if not session.tiles:
+                    return minibatch
+            return self.record(self.session(shared, devices, packs=False)[0], instances)
 
     def plan(
         self,

@@ -49,6 +49,24 @@ def test_one_device():
         assert_close(run(p, plan), (want, slope), rtol=1e-6)
 
 
+def test_instances_are_recorded_once():
+    """Whether they are graphs alone, or have to be recorded anew with tiles, which is kept."""
+    batched, p = jedbatch.batch(total), jnp.ones(3)
+    assert "(0 of 5 instances known)" in str(batched.plan(p, TREES, mesh=mesh_of(1)).shards[0])
+    calls = []
+
+    def mean(p, xs):
+        calls.append(xs)
+        return jnp.tanh(xs @ p).mean(0)
+
+    batched = jedbatch.batch(mean)
+    for lengths in ([2, 4, 3], [5, 2, 7], [6, 9, 1]):
+        arrays = [np.ones((n, 3), np.float32) for n in lengths]
+        calls.clear()
+        batched.plan(p, arrays, mesh=mesh_of(1), gradient=False)
+    assert not calls
+
+
 def test_lists_of_other_lengths_are_told_apart():
     """A few instances are planned as others whose graphs have their form, which the lists have."""
     leaf = jedbatch.cell(lambda table, i: table[i])
