@@ -246,8 +246,7 @@ class Roller:
                 return self._stacked(eqn, values)
         if kinds & {StackedElements, Whole} and not positions:
             return self._on_arrays(eqn, values)
-        makes = any(_makes_length(eqn, n) for n in self.lengths)
-        if self.counts and not positions and makes:
+        if self.counts and not positions and any(_makes_length(eqn, n) for n in self.lengths):
             return self._on_arrays(eqn, values)
         if StackedElements in kinds:
             raise CannotRollError(f"`{name}` of one element and all")

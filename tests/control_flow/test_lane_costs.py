@@ -92,7 +92,7 @@ def simulated(blocks, repeats, lanes):
 
 
 def test_steps_are_those_of_queues():
-    """What each lane does is known from the function in Python."""
+    """The function in Python tells for each lane which blocks it visits."""
     n, x = instances(70, 9)
     blocks, repeats = blocks_in(loop_in_loop, n, x)
     assert len(blocks.block) > len(blocks.work) == 3

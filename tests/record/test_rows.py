@@ -180,7 +180,7 @@ def test_no_rows_and_many():
 
 
 def test_other_structures_are_packed():
-    """What needs no lengths runs for all of them, though other instances are calls of rows."""
+    """Instances that need no lengths run for all of them, though others are calls of rows."""
 
     def fn(p, x):
         return jnp.tanh(x["packed"] @ p["W"]).sum(0) if "packed" in x else of_array(p, x["rows"])[0]

@@ -317,12 +317,11 @@ class Sequences:
             self.left = 0
         return {}
 
-    def leave(self) -> bool:
-        """Leaves sequences what they are, for good; returns whether some were arrays."""
+    def leave(self) -> None:
+        """Leaves sequences what they are, for good."""
         were_arrays = self.left > 0 and any(x.takes(0) for x in self._places.values())
         self.left, self.are_looked_at = 0, False
         self._assumptions.fail("sequences", were_arrays)
-        return were_arrays
 
     def _note(self, place: Place, length: int) -> None:
         """Takes note of the length of a sequence."""

@@ -73,7 +73,8 @@ class CallsOfRows:
         lengths = tuple([arrays[i].shape[0] for i in varied])
         if not lengths or not 0 < min(lengths) <= max(lengths) <= MOST_ROWS:
             return []
-        self._lengths.add(lengths)
+        if len(self._lengths) < MOST_ROWS:  # enough to tell whether most share types
+            self._lengths.add(lengths)
         return [*varied]
 
     @property
