@@ -246,6 +246,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no signal that kills")
 def test_processes_end_with_one_that_is_killed(tmp_path):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
