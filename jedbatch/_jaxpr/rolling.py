@@ -112,13 +112,16 @@ class Roller:
         The results begin with so many lists that have one for each element; the id of such a list
         is that of an element's result.
         """
-        values, length = self._values(), self.lengths[0]
-        end = listed * length
-        lists = (values[k : k + length] for k in range(0, end, length))
-        made = (*map(self._each, lists), *map(self._single, values[end:]))
+        values, made = iter(self._values()), []
+        for first in itertools.islice(values, listed):
+            if not isinstance(first, Element):
+                raise CannotRollError("a list of results has others than one for each element")
+            others = itertools.islice(values, self._length(first.id) - 1)
+            made.append(self._each([first, *others]))
+        made += map(self._single, values)
         read = set(self.expressions.read_by(made))
         self.numbers = {index: own for index, own in self.numbers.items() if index in read}
-        return made
+        return tuple(made)
 
     def _constant(self, key: Hashable, value: Any) -> Single:
         shape, dtype = np.shape(value), jnp.result_type(value)
@@ -182,12 +185,12 @@ class Roller:
     def _axis_of_rows(self, x: Any, shape: Sequence[int]) -> int | None:
         if isinstance(x, StackedElements):
             return x.axis
-        (length,) = self.lengths
-        if not isinstance(x, Whole) or length not in shape:
+        axes = [axis for axis, n in enumerate(shape) if n in self.lengths]
+        if not isinstance(x, Whole) or not axes:
             return None
-        if shape.count(length) > 1:
-            raise CannotRollError("several axes are as long as the list")
-        return shape.index(length)
+        if len(axes) > 1:
+            raise CannotRollError("several axes are as long as a list")
+        return axes[0]
 
     def _values(self) -> list[Any]:
         for eqn in self.jaxpr.eqns:
@@ -544,8 +547,8 @@ class Roller:
         if not all(isinstance(x, Single | Whole | StackedElements) for x in operands):
             raise CannotRollError("an array of all elements meets a part of them")
         others = [self._expression(x).shape for x in operands if isinstance(x, Single)]
-        if self._finds_axes and any(self.lengths[0] in shape for shape in others):
-            raise CannotRollError("an array of all elements meets one as long as the list")
+        if self._finds_axes and any(n in shape for n in self.lengths for shape in others):
+            raise CannotRollError("an array of all elements meets one as long as a list")
         skeleton, numbers = split(params, self.expressions.key_of)
         rows = tuple([x if isinstance(x, StackedElements) else None for x in operands])
         lists = tuple([None if x is None else self._expression(x).list for x in rows])

@@ -1,4 +1,4 @@
-"""Cells that take several lists, of which each has a length of its own."""
+"""Several lists in one computation, of which each has a length of its own."""
 
 import jax
 import jax.numpy as jnp
@@ -127,3 +127,47 @@ def test_what_is_done_with_a_list_that_nobody_reads():
     for _ in range(3):
         given = [*instances(rng, 2), ([1, 2, 3], [4])]
         assert_close(batched(P, given), loop(model, P, given), rtol=1e-4)
+
+
+def rows_of_both(p, a, b):
+    """Results of both lists are read row by row."""
+    a, b = jnp.stack(a), jnp.stack(b)
+    left, right, h = jax.nn.softmax(a @ b.T) @ b, jax.nn.softmax(b @ a.T) @ a, p["w"][0]
+    for k in range(len(a)):
+        h = STEP(p, h, left[k])
+    for k in range(len(b)):
+        h = STEP(p, h, -right[k])
+    return h
+
+
+def layers(p, a, b):
+    """Lists attend to each other again and again."""
+    a, b = jnp.stack(a), jnp.stack(b)
+    for _ in range(2):
+        a, b = a + jax.nn.softmax(a @ b.T) @ b, b + jax.nn.softmax(b @ p["w"] @ a.T) @ a
+    return a.mean(0) - b.max(0)
+
+
+STEP = jedbatch.cell(lambda p, h, x: jnp.tanh(h @ p["w"] + x), name="step")
+OUTSIDE = {attention: 8, end_to_end: 4, rows_of_both: 10, layers: 6}  # fn: node types at most
+
+
+@pytest.mark.parametrize("fn", mostly_slow(OUTSIDE, "layers", "end_to_end"))
+def test_lists_outside_of_cells(fn):
+    """Some are as long as their elements or as each other, and some have one element."""
+
+    def model(p, pair):
+        return fn(p, *([LEAF(p, word) for word in words] for words in pair))
+
+    rng = np.random.default_rng(0)
+    batched, known = jedbatch.batch(model), []
+    for _ in range(5):
+        given = instances(rng, 2)
+        assert_close(batched(P, given), loop(model, P, given), rtol=1e-4)
+        known.append(batched.compilations)
+    assert known[-1] == known[-2]
+    assert len(batched.plan(P, given).graph.present_types) <= OUTSIDE[fn]
+    given += [([3], [1, 2]), ([4], [5])]
+    squares = jax.grad(lambda p: jnp.square(batched(p, given)).sum())(P)
+    expected = jax.grad(lambda p: jnp.square(loop(model, p, given)).sum())(P)
+    assert_close(squares, expected, rtol=1e-4)

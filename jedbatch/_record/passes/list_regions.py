@@ -13,6 +13,7 @@ from jedbatch._graph.rewrite import Rewrite, rewrite, with_inputs
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._record.operations.operators import PICK
+from jedbatch._record.passes.list_axes import Axes
 from jedbatch._record.types.list_cells import LONG
 from jedbatch._record.types.registry import CallSpec, Registry
 
@@ -25,7 +26,6 @@ class ListRegion(NamedTuple):
       nodes: in the order of recording.
       call_spec: how the one is recorded.
       read: the values it reads, and (value, row) of values of earlier regions or of inputs.
-      length: of its lists.
       unstacked: the values it makes whose rows are results; these come first.
       left: the others it makes that are read elsewhere or returned.
       stacks: those that it reads the elements of.
@@ -35,7 +35,6 @@ class ListRegion(NamedTuple):
     nodes: list[int]
     call_spec: CallSpec
     read: list[int | tuple[int, int]]
-    length: int
     unstacked: list[int]
     left: list[int]
     stacks: list[int]
@@ -51,6 +50,8 @@ class RecordedNodes:
       returned: the values that instances return.
       readers: the nodes that read a value, by value.
       input_kind: the type of each input that is found to have a row for each element of a list.
+      axes_of: by value or such an input, its axes that are as long as lists.
+      each_of: the rows of each element along them, by value.
     """
 
     def __init__(self, registry: Registry, graph: Graph, stacks: Sequence[int]):
@@ -63,6 +64,8 @@ class RecordedNodes:
         self.node_type = graph.node_type.tolist()
         self.returned = {v for v in graph.outputs.tolist() if v >= 0}
         self.input_kind: dict[int, ValueType] = {}
+        self.axes_of: dict[int, Axes] = {}
+        self.each_of: dict[int, int] = {}
         self.readers: dict[int, list[int]] = {}
         for n, r in zip(graph.operand_reader.tolist(), self.operand, strict=True):
             if r >= 0:
@@ -71,6 +74,10 @@ class RecordedNodes:
     def reads(self, node: int) -> list[int]:
         """Returns the values and inputs that a node reads."""
         return self.operand[self.ptr[node] : self.ptr[node + 1]]
+
+    def name(self, node: int) -> str:
+        """The name of the operation of a node."""
+        return self.registry.node_types[self.node_type[node]].name
 
     def makers(self, node: int) -> list[int]:
         """Returns the nodes that made the values that a node reads."""
@@ -181,7 +188,7 @@ class RecordedNodes:
                     operand.append(new_rows.row(*r))
             for v in unit.unstacked:
                 first_row[v] = num_values
-                num_values += unit.length
+                num_values += self.type_of(v).shape[0]
             for v in unit.left:
                 value[v] = num_values
                 num_values += 1

@@ -1,10 +1,11 @@
-"""Lists outside of cells: what is done with a stack of values becomes one node.
+"""Lists outside of cells: what is done with stacks of values becomes nodes that read the elements.
 
 Operations on `jnp.stack(values)`, for a Python list of values of the instance, have a type for each
 length of the list: ten operations of attention over up to twelve sentences are 120 types. Once
-there is more than one length, the operations from the stack on, as long as their results have
-an axis as long as the list, become one node that reads the elements. Such nodes share types as
-calls of cells that take lists do (see `_record.types.list_cells`).
+there is more than one length, the operations from stacks on, as long as their results have an axis
+as long as a list, become nodes that read the elements: one for each use of the lists (see
+`_record.passes.list_uses`). Such nodes share types as calls of cells that take lists do (see
+`_record.types.list_cells`).
 
 If another extent, such as that of the elements, happens to equal the length, programs are rolled up
 to see which axis is that of the list; programs that cannot be rolled up are told by extents.
@@ -15,17 +16,15 @@ has a result for each element, and `value[k]` is one of them.
 Vectors that are put end to end, as in `jnp.concatenate(values).max()`, are such a stack as well,
 whose axis is as long as all of them, if the operations can be rolled up.
 
-All uses of a list are one node as long as all instances use it equally often; else each use of the
-list is a node (see `_record.passes.list_uses`).
-
-A stack is not merged if a value with an axis as long as the list leaves its operations in another
-way, if two lists wait for each other's results, or if it meets arrays whose length differs from
-instance to instance, which run packed (see `_ragged`).
+A use is left as it was if a value with an axis as long as a list leaves it in another way, if it
+waits for a use that waits for it, or if it meets arrays whose length differs from instance to
+instance, which run packed (see `_ragged`); with it those that read rows of its results, or make
+rows that it reads.
 """
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,10 +32,10 @@ from jax import lax
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.prune import without_unread
-from jedbatch._graph.types import NodeType
+from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._record.passes.list_axes import ListAxes, has_extent
+from jedbatch._record.passes.list_axes import Axes, ListAxes, has_extent
 from jedbatch._record.passes.list_regions import ListRegion, RecordedNodes
 from jedbatch._record.passes.list_uses import Use, find_uses
 from jedbatch._record.passes.patterns import Pattern, pattern_call
@@ -60,7 +59,6 @@ class StackedLists:
         self._axis: dict[int, int] = {}
         self._each: dict[int, int] = {}  # rows of an element along it
         self._family: dict[int, Hashable] = {}  # what stacks that differ in length have in common
-        self._num_uses: dict[Hashable, dict[int, set[int]]] = {}  # and lengths, by the number
         self._call_specs: dict[Hashable, CallSpec | None] = {}
         self.axes = ListAxes(registry)
 
@@ -88,30 +86,13 @@ class StackedLists:
                 length = len(types[t].operands)
                 if has_extent(types[t].operands[0], length):
                     roles: list[tuple] = [("element", 0, k) for k in range(length)]
-                    rolled = self.axes.of_results(t, roles, length)
+                    rolled = self.axes.of_results(t, roles, (length,))
                     axis = rolled[0] or 0 if rolled else axis
                 family = types[t].name, types[t].operands[0], axis
                 self.registry.assumptions.holds("types", family, length, 1)
                 self._family[t], self._length[t], self._axis[t] = family, length, axis
                 self._each[t] = types[t].results[0].shape[axis] // length
         self._num_seen = len(types)
-
-    def note_uses(self, stacks: Sequence[int], num_uses: int) -> None:
-        """Notes how many uses stacks of some types have."""
-        were_apart = self.are_used_apart(stacks)
-        for t in stacks:
-            lengths = self._num_uses.setdefault(self._family[t], {})
-            lengths.setdefault(num_uses, set()).add(self._length[t])
-        are_apart = self.are_used_apart(stacks)
-        self.registry.assumptions.fail("types", are_apart and not were_apart)
-
-    def are_used_apart(self, stacks: Sequence[int]) -> bool:
-        """Returns whether each use of stacks of some types is a node.
-
-        One length says little: another extent may happen to equal it.
-        """
-        numbers = (self._num_uses.get(self._family[t], {}).values() for t in stacks)
-        return any(len(x) > 2 or sum(len(lengths) > 1 for lengths in x) > 1 for x in numbers)
 
     def axis(self, node_type: int) -> int:
         """The axis of the elements of a stack."""
@@ -131,8 +112,7 @@ class StackedLists:
         kinds: tuple[int, ...],
         leaving: int,
         unstacked: int,
-        lists: int,
-        length: int,
+        lengths: Sequence[int],
         must_roll: bool,
     ) -> CallSpec | None:
         """Returns how to record operations on lists; None if they must be rolled up and cannot be.
@@ -142,8 +122,7 @@ class StackedLists:
           kinds: value types of what they read, the elements of the lists first.
           leaving: the values made inside that are read outside, as bits.
           unstacked: those of them whose rows are results, which come first, as bits.
-          lists: how many lists there are.
-          length: of each.
+          lengths: of the lists.
           must_roll: whether operations are recorded if they can be rolled up alone.
         """
         key = ("lists", *pattern, leaving, unstacked)
@@ -156,22 +135,27 @@ class StackedLists:
         name = f"{types[0].name}..{types[-1].name}"
         call_spec = registry.call_spec(name, key, call, shared, kinds, user_code=False)
         registry.lines[call_spec.node_type] = registry.lines.get(pattern.types[0], "")
-        others = [0] * (len(kinds) - lists * length)
-        if must_roll:
-            roles: list[tuple] = [("input", k) for k in range(len(shared))]
-            roles += [("element", leaf, k) for leaf in range(lists) for k in range(length)]
-            roles += [("input", len(shared) + k) for k in range(len(others))]
-            if self.axes.of_results(call_spec.node_type, roles, length) is None:
-                self._call_specs[key] = None
-                return None
+        others = [0] * (len(kinds) - sum(lengths))
+        if must_roll and not self._rolls(call_spec.node_type, len(shared), lengths, len(others)):
+            self._call_specs[key] = None
+            return None
         self._call_specs[key] = call_spec
-        args = (*([0] * length for _ in range(lists)), *others)
+        args = (*([0] * n for n in lengths), *others)
         names = tuple(t.name for t in types)
-        cell = ("lists", names, leaving, unstacked, lists, len(others))
+        cell = ("lists", names, leaving, unstacked, len(lengths), len(others))
         slots = [True] * len(kinds)
         listed = unstacked.bit_count()
         registry.arities.note(cell, _of_lists, args, slots, call_spec.node_type, listed)
         return call_spec
+
+    def _rolls(self, node_type: int, shared: int, lengths: Sequence[int], others: int) -> bool:
+        """Returns whether the program of a type is known to be the same for any lengths."""
+        number = {n: k for k, n in enumerate(dict.fromkeys(lengths))}
+        roles: list[tuple] = [("input", k) for k in range(shared)]
+        for leaf, n in enumerate(lengths):
+            roles += [("element", leaf, k, number[n]) for k in range(n)]
+        roles += [("input", shared + k) for k in range(others)]
+        return self.axes.of_results(node_type, roles, tuple(number)) is not None
 
 
 def _of_lists(lists: Any, others: Any) -> None:
@@ -219,235 +203,116 @@ def _stacked_axis(node_type: NodeType) -> int | None:
     return None
 
 
-class _Group(NamedTuple):
-    """Nodes that values with an axis as long as a list connect.
-
-    Attributes:
-      nodes: with what lies between two of them, in the order of recording.
-      length: of the list; None if they cannot be one node.
-      stacks: the types of the stacks among them.
-      uses: what is done with the list, see `list_uses`.
-    """
-
-    nodes: list[int]
-    length: int | None
-    stacks: list[int]
-    uses: list[Use]
-
-
 class _Merging(RecordedNodes):
     """Merges the nodes of one recording.
 
     Attributes:
       lists: what is known of stacks.
-      sorted_stacks: the nodes that stack a list.
-      axis_of: the axis that is as long as a list, by value or input.
-      each_of: the rows of each element along it, by value.
     """
 
     def __init__(self, lists: StackedLists, graph: Graph, stacks: np.ndarray):
         super().__init__(lists.registry, graph, stacks.tolist())
         self.lists = lists
-        self.sorted_stacks = stacks.tolist()
-        self.axis_of: dict[int, int] = {}
-        self.each_of: dict[int, int] = {}
 
     def regions_merged(self) -> Graph | None:
         """Returns the nodes, with those of a region as one; None if there is no region."""
-        instances = list(itertools.pairwise(self.graph.node_ptr.tolist()))
-        by_extents = [self._groups(a, b) for a, b in instances]
-        for group in itertools.chain.from_iterable(by_extents):
-            self.lists.note_uses(group.stacks, len(group.uses))
         order: list[int | ListRegion] = []
         places: list[int] = []
-        for (a, b), groups in zip(instances, by_extents, strict=True):
-            regions = self._accepted(groups)
-            order += self.ordered(a, b, regions)
+        for a, b in itertools.pairwise(self.graph.node_ptr.tolist()):
+            first = next((n for n in range(a, b) if n in self.stacks), b)
+            uses = find_uses(self, range(first, b), self._on_lists(first, b))
+            order += self.ordered(a, b, self._regions(uses))
             places += range(a, a + len(order) - len(places))
         if not any(isinstance(unit, ListRegion) for unit in order):
             return None
         return self.merged(order, places)
 
-    def _accepted(self, groups: Sequence[_Group]) -> list[ListRegion]:
-        """Returns the regions of an instance: those of uses, or else one for each group."""
-        regions: list[ListRegion] = []
-        taken: set[int] = set()
-        for group in groups:
-            found = self._of_uses(group) if self.lists.are_used_apart(group.stacks) else []
-            if not found and group.length is not None and taken.isdisjoint(group.nodes):
-                whole = self._region(group.nodes)
-                found = [] if whole is None else [whole]
-            regions += found
-            taken.update(n for region in found for n in (*region.nodes, *region.stacks))
-        return regions
+    def _on_lists(self, begin: int, end: int) -> set[int]:
+        """Returns the nodes that read values with an axis as long as a list.
 
-    def _of_uses(self, group: _Group) -> list[ListRegion]:
-        """Returns the uses of a list as regions; none if one of them cannot be a node."""
-        regions = []
-        for use in group.uses:
-            members = [*use.stacks, *use.nodes]
-            is_one = len(use.lengths) == 1
-            region = self._region(members, use, group.nodes[0]) if is_one else None
-            if region is None:
-                return []
-            regions.append(region)
-        return regions
-
-    def _leaving(self, members: Sequence[int]) -> int:
-        """Returns the values of some nodes that are read elsewhere, as bits."""
-        inside, leaving = set(members), 0
-        for k, v in enumerate(v for n in members for v in self.values(n)):
-            leaving |= self.leaves(v, inside) << k
-        return leaving
-
-    def _groups(self, begin: int, end: int) -> list[_Group]:
-        """Returns the nodes of an instance that are connected by lists.
-
-        They are told by extents that are as long as the list.
+        Finds the axes of all such values, and the rows of each element along them.
         """
-        first = next((n for n in range(begin, end) if n in self.stacks), end)
-        connected: UnionFind[int] = UnionFind()
-        length_of: dict[int, int] = {}  # by node with values as long as a list
-        listed: dict[int, int] = {}  # the node that made each such value
-        for n in range(first, end):
-            makers = (
-                set() if n in self.stacks else {listed[r] for r in self.reads(n) if r in listed}
-            )
+        found: set[int] = set()
+        for n in range(begin, end):
             if n in self.stacks:
-                each = self.lists.each(self.node_type[n])
-                length_of[n] = self.lists.length(self.node_type[n]) * each
-            elif makers and not self.picks(n):
-                length_of[n] = length_of[next(iter(makers))]
-                each = max(self.each_of[r] for r in self.reads(n) if r in listed)
-            else:
+                (value,), t = self.values(n), self.node_type[n]
+                self.each_of[value] = each = self.lists.each(t)
+                self.axes_of[value] = {self.lists.length(t) * each: self.lists.axis(t)}
                 continue
-            for m in makers:
-                connected.union(n, m)
-            if n in self.stacks:
-                axes: Sequence[int | None] = (self.lists.axis(self.node_type[n]),)
-            else:
-                axes = self._axes_of_results(n, length_of[n], each)
-            for v, axis in zip(self.values(n), axes, strict=True):
-                if axis is not None:
-                    listed[v], self.axis_of[v], self.each_of[v] = n, axis, each
-        together: dict[int, list[int]] = {}
-        for n in length_of:
-            together.setdefault(connected.find(n), []).append(n)
-        uses: dict[int, list[Use]] = {}
-        for use in find_uses(self, range(first, end), length_of, listed):
-            uses.setdefault(connected.find(use.nodes[0]), []).append(use)
-        groups = []
-        for root, members in together.items():
-            convex = self._between(members)
-            lengths = {length_of[n] for n in convex if n in length_of}
-            is_one = len(lengths) == 1 and not self._lets_go(convex)
-            stacks = [self.node_type[n] for n in members if n in self.stacks]
-            groups.append(
-                _Group(convex, max(lengths) if is_one else None, stacks, uses.get(root, []))
-            )
-        return groups
+            listed = [r for r in self.reads(n) if r >= 0 and r in self.axes_of]
+            if not listed or self.picks(n):
+                continue
+            found.add(n)
+            each = max(self.each_of[r] for r in listed)
+            for v, axes in zip(self.values(n), self._axes_of_results(n, each), strict=True):
+                if axes:
+                    self.axes_of[v], self.each_of[v] = axes, each
+        return found
 
-    def _axes_of_results(self, node: int, length: int, each: int) -> Sequence[int | None]:
-        """Returns the axes of results that are as long as a list, and notes those of inputs.
+    def _axes_of_results(self, node: int, each: int) -> Sequence[Axes]:
+        """Returns the axes of results that are as long as lists, and notes those of inputs.
 
         Inputs may have a row for each element, but not `each` more than one.
         """
         reads = self.reads(node)
         types = self.registry.node_types[self.node_type[node]].operands
+        known = [self.axes_of.get(r, {}) for r in reads]
+        extents = {n for axes in known for n in axes}
         inputs = [
             k
             for k, (r, kind) in enumerate(zip(reads, types, strict=True))
-            if each == 1 and r < 0 and kind.shape[:1] == (length,) and self.is_given(r)
+            if each == 1 and r < 0 and not extents.isdisjoint(kind.shape[:1]) and self.is_given(r)
         ]
-        known = [self.axis_of.get(r) for r in reads]
-        operands, results = self.lists.axes.find(self.node_type[node], known, length, inputs)
+        operands, results = self.lists.axes.find(self.node_type[node], known, inputs)
         for k in inputs:
-            if operands[k] is not None:
-                self.axis_of[reads[k]], self.input_kind[reads[k]] = 0, types[k]
+            if operands[k]:
+                self.axes_of[reads[k]], self.input_kind[reads[k]] = operands[k], types[k]
         return results
 
-    def _lets_go(self, members: Sequence[int]) -> bool:
-        """Returns whether a value with an axis as long as a list is read elsewhere as a whole."""
-        leaving = self._leaving(members)
-        others = leaving & ~self._unstacked(members, leaving)
-        values = (v for n in members for v in self.values(n))
-        return any(others >> k & 1 and v in self.axis_of for k, v in enumerate(values))
+    def _regions(self, uses: Sequence[Use]) -> list[ListRegion]:
+        """Returns uses as regions, but those that read rows of one that cannot be, or make some."""
+        maker = {n: k for k, use in enumerate(uses) for n in use.nodes}
+        connected: UnionFind[int] = UnionFind()
+        for k, use in enumerate(uses):
+            for v in use.earlier:
+                connected.union(k, maker[self.maker[v]])
+        of = [connected.find(k) for k in range(len(uses))]
+        regions = [self._region(use, k) for use, k in zip(uses, of, strict=True)]
+        refused = {k for region, k in zip(regions, of, strict=True) if region is None}
+        return [r for r, k in zip(regions, of, strict=True) if r is not None and k not in refused]
 
-    def _unstacked(self, members: Sequence[int], leaving: int) -> int:
-        """Returns the leaving values of which only single rows are read, as bits."""
-        inside, unstacked = set(members), 0
-        for k, v in enumerate(v for n in members for v in self.values(n)):
-            if leaving >> k & 1 and self._has_rows(v):
-                outside = [n for n in self.readers.get(v, ()) if n not in inside]
-                unstacked |= all(self.picks(n) for n in outside) << k
-        return unstacked
-
-    def _between(self, members: Sequence[int]) -> list[int]:
-        """Returns some nodes and those that lie between two of them."""
-        first, last = min(members), max(members)
-        if last - first + 1 == len(members):
-            return sorted(members)
-        inside, after = set(members), set(members)
-        left = list(members)
-        while left:
-            for v in self.values(left.pop()):
-                new = {n for n in self.readers.get(v, ()) if n < last} - after
-                after |= new
-                left += new
-        left = list(members)
-        while left:
-            new = {self.maker[r] for r in self.reads(left.pop()) if r >= 0} & after - inside
-            inside |= new
-            left += new
-        return sorted(inside)
-
-    def _region(
-        self, members: list[int], use: Use | None = None, group: int | None = None
-    ) -> ListRegion | None:
-        """Returns nodes as a region, or those of one use; None if they cannot be one node."""
-        earlier = use.earlier if use else []
+    def _region(self, use: Use, group: int) -> ListRegion | None:
+        """Returns a use as a region; None if it cannot be one node."""
+        stacks = use.stacks
+        members = [*stacks, *use.nodes]
         reads = dict.fromkeys(r for n in members for r in self.reads(n))
-        given = [*earlier, *(r for r in reads if r in self.input_kind)]
+        given = [*use.earlier, *(r for r in reads if r in self.input_kind)]
         values = [*given, *(v for n in members for v in self.values(n))]
         slots = {v: k for k, v in enumerate(values)}
-        stacks = [n for n in members if n in self.stacks]
-        lengths = {self.lists.length(self.node_type[n]) for n in stacks}
-        length = max(lengths or (use.lengths if use else ()))
-        must_roll = any(self.lists.each(self.node_type[n]) > 1 for n in stacks)
-        if use:
-            inside = set(use.nodes)
-            of_use = (v for n in use.nodes for v in self.values(n))
-            left = [v for v in of_use if self.leaves(v, inside)]
-            listed = [v for v in left if v in self.axis_of]
-            left = [v for v in left if v not in self.axis_of]
-            if not all(map(self._has_rows, [*listed, *earlier])):
-                return None
-        else:
-            leaving = self._leaving(members)
-            unstacked = self._unstacked(members, leaving)
-            made = values[len(given) :]
-            listed = [v for k, v in enumerate(made) if unstacked >> k & 1]
-            left = [v for k, v in enumerate(made) if (leaving & ~unstacked) >> k & 1]
-        elements = [r for n in stacks for r in self.reads(n)]
+        inside = set(use.nodes)
+        made = [v for n in use.nodes for v in self.values(n) if self.leaves(v, inside)]
+        listed = [v for v in made if v in self.axes_of]
+        left = [v for v in made if v not in self.axes_of]
+        if not made or not all(map(self._has_rows, [*listed, *use.earlier])):
+            return None
         rows = [self._row_kind(v) for v in given]
-        own_types = [self._stack_type(kind, length) for kind in rows]
+        of_given = [self._num_rows(v) for v in given]
+        own_types = [self._stack_type(kind, n) for kind, n in zip(rows, of_given, strict=True)]
         own_types += [self.node_type[n] for n in members]
         types = [self.registry.node_types[t] for t in own_types]
         is_packed = any(is_ragged(x.shape) for t in types for x in (*t.operands, *t.results))
-        is_one = len(lengths) < 2 and not is_packed
-        if not (listed or left) or not is_one or any(r in slots for r in elements):
+        elements = [r for n in stacks for r in self.reads(n)]
+        if is_packed or any(r in slots for r in elements):
             return None
-        position = {n: (k + len(given)) * length for k, n in enumerate(stacks)}
-        once: dict[int, int] = {}
-        read: list[int | tuple[int, int]] = [(v, k) for v in given for k in range(length)]
+        of_stacks = [self.lists.length(self.node_type[n]) for n in stacks]
+        read: list[int | tuple[int, int]] = []
+        read += [(v, k) for v, n in zip(given, of_given, strict=True) for k in range(n)]
         read += elements
-        kinds = [kind for kind in rows for _ in range(length)]
+        kinds = [kind for kind, n in zip(rows, of_given, strict=True) for _ in range(n)]
         kinds += [k for n in stacks for k in self.kinds(n)]
-        written = [-1 - k for k in range(len(given) * length)]
-        for n in members:
-            if n in position:
-                written += [-1 - position[n] - k for k in range(length)]
-                continue
+        written = [-1 - k for k in range(len(read))]
+        once: dict[int, int] = {}
+        for n in use.nodes:
             for r, kind in zip(self.reads(n), self.kinds(n), strict=True):
                 if r in slots:
                     written.append(slots[r])
@@ -457,31 +322,35 @@ class _Merging(RecordedNodes):
                     read.append(r)
                     kinds.append(kind)
                 written.append(-1 - once[r])
-        pattern = Pattern(tuple(own_types), tuple(written))
         call_spec = self.lists.call_spec(
-            pattern,
+            Pattern(tuple(own_types), tuple(written)),
             tuple(kinds),
-            sum(1 << slots[v] for v in (*listed, *left)),
+            sum(1 << slots[v] for v in made),
             sum(1 << slots[v] for v in listed),
-            len(given) + len(stacks),
-            length,
-            must_roll,
+            [*of_given, *of_stacks],
+            any(self.lists.each(self.node_type[n]) > 1 for n in stacks),
         )
         if call_spec is None:
             return None
-        nodes, read_apart = (use.nodes, use.stacks) if use else (members, [])
-        of = nodes[0] if group is None else group
-        return ListRegion(of, nodes, call_spec, read, length, listed, left, read_apart)
+        return ListRegion(group, use.nodes, call_spec, read, listed, left, stacks)
 
     def _has_rows(self, value: int) -> bool:
         """Returns whether a value can be given as rows, one for each of few elements."""
-        is_given = value not in self.returned and self.each_of.get(value, 1) == 1
-        first = is_given and self.axis_of.get(value) == 0
-        return first and self.type_of(value).shape[0] <= LONG
+        is_given = value not in self.returned and self.each_of[value] == 1
+        first = is_given and [*self.axes_of[value].values()] == [0]
+        return first and self._num_rows(value) <= LONG
+
+    def _type(self, value: int) -> ValueType:
+        """The type of a value, or of an input with a row for each element."""
+        return self.type_of(value) if value >= 0 else self.input_kind[value]
+
+    def _num_rows(self, value: int) -> int:
+        rows: int = self._type(value).shape[0]
+        return rows
 
     def _row_kind(self, value: int) -> int:
         """Returns the value type of a row of a value."""
-        kind = self.type_of(value) if value >= 0 else self.input_kind[value]
+        kind = self._type(value)
         return self.registry.value_type(kind.shape[1:], kind.dtype, kind.weak)
 
     def _stack_type(self, kind: int, length: int) -> int:

@@ -230,7 +230,6 @@ class CellCalls:
         roles = self._roles(node_type, varying)
         if roles is None:
             return None
-        length = lengths[0]
         program = inlined(operation_of(of).jaxpr, called)
         num_shared = len(of.shared)
         num_inputs = sum(role[0] == "input" for role in roles)
@@ -243,18 +242,31 @@ class CellCalls:
         )
         lists = tuple(r[3] for r in roles if r[2:3] == (0,))
         listed = self.listed[node_type]
-        in_lists = of.results[: listed * length : length]
-        kinds = in_lists, of.results[listed * length :]
         keys: list[Hashable] = [None, None]
         numbers: list[NumbersOf] = [{}, {}]
         for counts in (False, True):
             with contextlib.suppress(CannotRollError):
                 roller = Roller(self._expressions, program, [*shared, *roles], lengths, counts)
-                keys[counts] = roller.results(listed), of.shared, types, elements, kinds, lists
+                made = roller.results(listed)
+                ends = list(itertools.accumulate(lengths[k] for k in self._lists_of(made[:listed])))
+                first, end = [0, *ends][:listed], [0, *ends][listed]
+                kinds = tuple(of.results[k] for k in first), of.results[end:]
+                keys[counts] = made, of.shared, types, elements, kinds, lists
                 numbers[counts] = roller.numbers
         if not any(keys):
             return None
         return Rolled(node_type, lengths, roles, (keys[0], keys[1]), (numbers[0], numbers[1]))
+
+    def _lists_of(self, expressions: Iterable[int]) -> list[int]:
+        """The numbers of the lists of whose elements some expressions are."""
+        return [self._expressions.all[index].list or 0 for index in expressions]
+
+    def results_of(self, rolled: Rolled, key: Any, capacity: int) -> np.ndarray:
+        """Returns which results of the type with room for more elements a type has."""
+        made, _, _, _, (in_lists, single), _ = key
+        of_lists = [rolled.lengths[k] for k in self._lists_of(made[: len(in_lists)])]
+        first = [k * capacity + np.arange(n) for k, n in enumerate(of_lists)]
+        return np.concatenate([*first, len(of_lists) * capacity + np.arange(len(single))])
 
     def _roles(
         self, node_type: int, varying: Sequence[Sequence[ListArgument]]
@@ -526,10 +538,6 @@ class Arities:
             own = order([leaf for leaf in leaves if not lists[leaf]])
             return np.array([*inputs, *apart, *[0] * (len(lengths) - 1), *own], np.int64)
 
-        padded_type = calls.padded_types[key, capacity, False]
-        of_lists = calls.listed[rolled.node_type] * capacity
-        results = np.arange(len(self._node_types[padded_type].results))
-        exists = (results >= of_lists) | (results % capacity < lengths[0])
         others = len(inputs) + capacity * sum(map(bool, lists))
         given_functions = None
         if functions:
@@ -540,11 +548,11 @@ class Arities:
                 np.array(order([f.leaf for f in functions])).reshape(len(functions), capacity),
             )
         return PaddedCalls(
-            padded_type,
+            calls.padded_types[key, capacity, False],
             reads(range(len(key[3]))),
             lengths,
             others,
-            results[exists],
+            calls.results_of(rolled, key, capacity),
             given_functions,
         )
 
