@@ -2,7 +2,11 @@
 
     POST /predict   an instance as JSON → its result as JSON
     GET  /metrics   counts and latencies, as text for Prometheus
-    GET  /healthz   whether requests are taken
+    GET  /healthz   200 while requests are taken, also before programs are compiled; or else 503
+    GET  /readyz    200 once they are compiled, too; 503 before
+
+Requests that come before that wait for it. If compiling fails, the log says why, and the server is
+closed.
 
 The status says why a request failed, and `{"error": ...}` in words:
 
@@ -69,8 +73,9 @@ def application(
       path: where instances are posted.
       max_bytes: of a body.
       max_depth: of arrays and objects in one another.
-      sample: instances for `Server.warm`, before the first request; None does not warm.
-      when_ready: called once, after warming and before the first request, in the event loop.
+      sample: instances for `Server.warm`, which begins once the application is started and comes
+        before the first request; None does not warm.
+      when_ready: called once, after warming, in the event loop.
 
     Raises:
       ModuleNotFoundError: Starlette is not installed.
@@ -91,13 +96,12 @@ def application(
     endpoint = _Endpoint(server, decode, encode, max_bytes, max_depth)
 
     @contextlib.asynccontextmanager
-    async def lifespan(_: Any) -> AsyncIterator[None]:
+    async def lifespan(app: Any) -> AsyncIterator[None]:
         async with server:
-            if sample is not None:
-                await server.warm(sample)
-            if when_ready is not None:
-                when_ready()
+            app.state.server = server
+            app.state.getting_ready = asyncio.ensure_future(_get_ready(server, sample, when_ready))
             yield
+            app.state.getting_ready.cancel()
 
     async def metrics(_: Any) -> Any:
         kind = "text/plain; version=0.0.4; charset=utf-8"
@@ -108,12 +112,32 @@ def application(
             return JSONResponse({"status": "serving"})
         return JSONResponse({"status": "closed"}, 503)
 
+    async def ready(request: Any) -> Any:
+        if server.is_serving and not request.app.state.getting_ready.done():
+            return JSONResponse({"status": "compiling"}, 503)
+        return await health(request)
+
     routes = [
         Route(path, endpoint.predict, methods=["POST"]),
         Route("/metrics", metrics),
         Route("/healthz", health),
+        Route("/readyz", ready),
     ]
     return Starlette(routes=routes, lifespan=lifespan)
+
+
+async def _get_ready(
+    server: Server, sample: list[Any] | None, when_ready: Callable[[], object] | None
+) -> None:
+    """Compiles programs; closes the server if that fails."""
+    try:
+        if sample is not None:
+            await server.warm(sample)
+        if when_ready is not None:
+            when_ready()
+    except Exception:
+        logger.exception("programs could not be compiled for the sample, so nothing is served")
+        await server.close(drain=False)
 
 
 class _Endpoint:

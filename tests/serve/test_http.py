@@ -220,6 +220,10 @@ def test_metrics_and_health():
 
     async def scenario():
         async with client_of(app) as client:
+            assert (await client.get("/readyz")).status_code == 503
+            while (await client.get("/readyz")).status_code == 503:
+                assert (await client.get("/healthz")).status_code == 200
+                await asyncio.sleep(0.01)
             before = server.metrics.compilations
             for body in (b"1.0", b"[1.0, 2.0]", b'"word"'):
                 await client.post("/predict", content=body)
@@ -249,6 +253,19 @@ def test_metrics_and_health():
     samples = [line for line in lines if not line.startswith("#")]
     assert all(any(line.startswith(name) for name in names) for line in samples)
     assert all(np.isfinite(float(line.rsplit(" ", 1)[1])) for line in samples)
+
+
+def test_a_sample_that_fails_closes_the_server(caplog):
+    app = application(Server(jedbatch.batch(total), W), sample=["word"])
+
+    async def scenario():
+        async with client_of(app) as client:
+            refused = await client.post("/predict", content=b"1.0")  # it waited for the sample
+            return [refused, await client.get("/healthz"), await client.get("/readyz")]
+
+    assert [x.status_code for x in asyncio.run(scenario())] == [503] * 3
+    assert "could not be compiled" in caplog.text
+    assert "Traceback" in caplog.text
 
 
 def test_what_makes_no_application():
