@@ -226,11 +226,11 @@ def commands_for(args: argparse.Namespace) -> ModuleType:
     return models
 
 
-def serve(args: argparse.Namespace) -> None:
-    """Answers requests over HTTP until it is interrupted."""
+def serve(args: argparse.Namespace) -> int:
+    """Answers requests over HTTP until it is interrupted; the status is 1 if something failed."""
     from jedbatch._commands import serving
 
-    serving.run(args)
+    return serving.run(args)
 
 
 def fuzz(args: argparse.Namespace) -> int:

@@ -1,7 +1,10 @@
 """`serve`: a function of the user's behind HTTP."""
 
 import argparse
+import contextlib
 import gc
+import signal
+import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
@@ -19,12 +22,36 @@ except ModuleNotFoundError:  # other commands do without
 WARM_INSTANCES = 640  # of the module, that programs are compiled for
 
 
-def run(args: argparse.Namespace) -> None:
-    """Serves until it is interrupted."""
+def run(args: argparse.Namespace) -> int:
+    """Serves until it is interrupted or told to end; returns the exit status.
+
+    On SIGTERM no further connections are accepted, and requests that have come are answered. The
+    status is 0 then, and 1 if the server closed by itself, since something failed.
+    """
     if uvicorn is None:
         raise CommandError("`serve` needs uvicorn; write `pip install 'jedbatch[serve]'`")
     application = application_of(args)
-    uvicorn.run(application, host=args.host, port=args.port, log_level="info")
+    status = 0
+
+    async def look() -> None:
+        nonlocal status
+        if not application.state.server.is_serving:
+            status, process.should_exit = 1, True
+
+    process = uvicorn.Server(
+        uvicorn.Config(
+            application,
+            host=args.host,
+            port=args.port,
+            log_level="info",
+            callback_notify=look,
+            timeout_notify=1,
+        )
+    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(status))  # uvicorn raises it again at its end
+    with contextlib.suppress(KeyboardInterrupt):
+        process.run()
+    return status
 
 
 def application_of(args: argparse.Namespace) -> Any:
