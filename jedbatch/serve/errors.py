@@ -11,3 +11,7 @@ class DeadlineExceeded(TimeoutError):
 
 class ServerClosed(RuntimeError):
     """A request came to a server that is closed, or was waiting when it was closed."""
+
+
+class WrongNumberError(TypeError):
+    """A request has another number of mapped arguments than the function takes."""

@@ -10,9 +10,12 @@ closed.
 
 The status says why a request failed, and `{"error": ...}` in words:
 
-    400  no JSON                            422  too deep, no instance, or the function refuses it
-    413  too many bytes                     500  anything else
+    400  no JSON                            422  too deep, or no instance: `decode` refuses it
+    413  too many bytes                     500  the function fails, or `encode`
     503  overloaded, or about to end        504  not done by the deadline
+
+With status 500 the answer has the type of the exception, too, and the log has the traceback:
+`{"error": ..., "type": "IndexError"}`.
 """
 
 import asyncio
@@ -23,7 +26,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from jedbatch import checks
-from jedbatch.serve.errors import DeadlineExceeded, Overloaded, ServerClosed
+from jedbatch.serve.errors import DeadlineExceeded, Overloaded, ServerClosed, WrongNumberError
 from jedbatch.serve.forms import NoJsonError, TooDeepError, as_instance, as_json, parsed
 from jedbatch.serve.server import Server
 
@@ -39,7 +42,6 @@ else:
     MISSING = None
 
 MAX_BYTES, MAX_DEPTH = 1 << 20, 256
-OF_INSTANCES = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RecursionError)
 RETRY_SECONDS = "1"
 logger = logging.getLogger("jedbatch")
 
@@ -67,8 +69,9 @@ def application(
     Args:
       server: that has not been entered.
       decode: from JSON to an instance; it checks what comes, and what it raises is said with
-        status 422. By default lists are tuples, and everything else is what it is. Where the
-        function takes several mapped arguments, it returns a tuple of them.
+        status 422, where what the function raises is an error of the server, 500. By default
+        lists are tuples, and everything else is what it is. Where the function takes several
+        mapped arguments, it returns a tuple of them.
       encode: from a result to JSON. By default arrays are lists.
       path: where instances are posted.
       max_bytes: of a body.
@@ -188,13 +191,13 @@ class _Endpoint:
             return _failure(503, error, {"retry-after": RETRY_SECONDS})
         except DeadlineExceeded as error:
             return _failure(504, error)
-        except OF_INSTANCES as error:
-            if answer.exception() is not None:
-                return _failure(422, error)
-            logger.exception("a result could not be written as JSON")
-            return _failure(500, error)
+        except WrongNumberError as error:
+            return _failure(422, error)
         except Exception as error:
-            logger.exception("an instance failed")
+            is_of_function = answer.exception() is not None
+            logger.exception(
+                "an instance failed" if is_of_function else "a result could not be written as JSON"
+            )
             return _failure(500, error)
         return Response(text, media_type="application/json")
 
@@ -230,5 +233,7 @@ async def _disconnected(request: "HttpRequest") -> None:
 
 def _failure(status: int, error: Exception, headers: dict[str, str] | None = None) -> "Response":
     """A response that says what is wrong."""
-    text = checks.cut(error) or type(error).__name__
-    return JSONResponse({"error": text}, status, headers=headers)
+    said = {"error": checks.cut(error) or type(error).__name__}
+    if status == 500:
+        said["type"] = type(error).__name__
+    return JSONResponse(said, status, headers=headers)

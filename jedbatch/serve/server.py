@@ -18,7 +18,7 @@ import jedbatch
 from jedbatch import checks
 from jedbatch._batch.batched import core_of
 from jedbatch._batch.one_by_one import OneByOne
-from jedbatch.serve.errors import DeadlineExceeded, Overloaded, ServerClosed
+from jedbatch.serve.errors import DeadlineExceeded, Overloaded, ServerClosed, WrongNumberError
 from jedbatch.serve.metrics import Meter, Metrics
 from jedbatch.serve.parameters import check_same
 from jedbatch.serve.requests import Request, RequestQueue
@@ -164,7 +164,7 @@ class Server:
             others, it was run by itself, so that it is number 0 in messages.
         """
         if self._num_mapped is not None and len(instance) != self._num_mapped:
-            raise TypeError(
+            raise WrongNumberError(
                 f"a server got {len(instance)} mapped arguments; expected {self._num_mapped}, as "
                 f"in_axes={self._batched.in_axes} has it."
             )

@@ -54,13 +54,13 @@ MALFORMED = {
     b"\xff\xfe": 400,
     b"[1.0, NaN]": 400,
     b"9" * 5000: 400,
-    b'{"a": 1}': 422,
-    b'["word", 1.0]': 422,
+    b'{"a": 1}': 500,
+    b'["word", 1.0]': 500,
     b"[1.0, 2.0, 3.0": 400,
     b"[" * 300: 422,
     b"[" * 100_000: 413,
-    b'"' + b"[" * 2000 + b'"': 422,  # a string, no nesting
-    b"null": 422,
+    b'"' + b"[" * 2000 + b'"': 500,  # a string, no nesting
+    b"null": 500,
 }
 
 
@@ -121,13 +121,16 @@ def test_results_that_json_has_not(caplog):
     assert "could not be written as JSON" in caplog.text
 
 
-def test_errors_that_are_not_of_the_instance(caplog):
+@pytest.mark.parametrize("error", [RuntimeError, ValueError, IndexError])
+def test_errors_of_the_function(error, caplog):
     def broken(w, x):
-        raise RuntimeError("of ours")
+        raise error("of ours")
 
     (response,) = asked(application(Server(jedbatch.batch(broken), W)), b"1.0")
-    assert (response.status_code, response.json()["error"]) == (500, "of ours")
+    assert response.status_code == 500
+    assert response.json() == {"error": "of ours", "type": error.__name__}
     assert "an instance failed" in caplog.text
+    assert "in broken" in caplog.text  # the traceback
 
 
 def test_load_and_deadlines():
@@ -260,8 +263,10 @@ def test_a_sample_that_fails_closes_the_server(caplog):
 
     async def scenario():
         async with client_of(app) as client:
-            refused = await client.post("/predict", content=b"1.0")  # it waited for the sample
-            return [refused, await client.get("/healthz"), await client.get("/readyz")]
+            while (health := await client.get("/healthz")).status_code == 200:
+                await asyncio.sleep(0.01)
+            refused = await client.post("/predict", content=b"1.0")
+            return [health, refused, await client.get("/readyz")]
 
     assert [x.status_code for x in asyncio.run(scenario())] == [503] * 3
     assert "could not be compiled" in caplog.text
