@@ -6,8 +6,8 @@
 - `application`: a server behind HTTP, as an ASGI application; also `python -m jedbatch serve`.
 - `save_params`, `load_params`: parameters in npz files.
 
-Modules in reading order: `errors`, `metrics`, `requests`, `worker`, `parameters`, `server`,
-`forms`, `http`.
+Modules in reading order: `errors`, `metrics`, `tracing`, `requests`, `worker`, `parameters`,
+`server`, `forms`, `http`.
 """
 
 from jedbatch.serve.errors import DeadlineExceeded, Overloaded, ServerClosed

@@ -26,6 +26,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from jedbatch import checks
+from jedbatch.serve import tracing
 from jedbatch.serve.errors import DeadlineExceeded, Overloaded, ServerClosed, WrongNumberError
 from jedbatch.serve.forms import NoJsonError, TooDeepError, as_instance, as_json, parsed
 from jedbatch.serve.server import Server
@@ -173,7 +174,8 @@ class _Endpoint:
             return Response(status_code=400)  # nobody reads it
         except Exception as error:  # of `decode`
             return _failure(422, error)
-        answer = asyncio.ensure_future(self._server(*instance))
+        with tracing.caller(request.headers):
+            answer = asyncio.ensure_future(self._server(*instance))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)

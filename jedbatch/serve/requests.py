@@ -24,14 +24,16 @@ class Request:
     Attributes:
       instance: the mapped arguments.
       future: gets the result, in the event loop.
+      span: that its minibatch is linked to (see `tracing`).
       arrived: when it came, by `time.perf_counter`.
     """
 
-    __slots__ = ("arrived", "future", "instance")
+    __slots__ = ("arrived", "future", "instance", "span")
 
-    def __init__(self, instance: tuple[Any, ...], future: "asyncio.Future[Any]"):
+    def __init__(self, instance: tuple[Any, ...], future: "asyncio.Future[Any]", span: Any):
         self.instance = instance
         self.future = future
+        self.span = span
         self.arrived = time.perf_counter()
 
 

@@ -18,6 +18,7 @@ import jedbatch
 from jedbatch import checks
 from jedbatch._batch.batched import core_of
 from jedbatch._batch.one_by_one import OneByOne
+from jedbatch.serve import tracing
 from jedbatch.serve.errors import DeadlineExceeded, Overloaded, ServerClosed, WrongNumberError
 from jedbatch.serve.metrics import Meter, Metrics
 from jedbatch.serve.parameters import check_same
@@ -163,6 +164,10 @@ class Server:
           Exception: what the function raises for this instance. If it came in a minibatch with
             others, it was run by itself, so that it is number 0 in messages.
         """
+        with tracing.request() as span:
+            return await self._answer(instance, deadline_ms, span)
+
+    async def _answer(self, instance: tuple, deadline_ms: float | None, span: Any) -> Any:
         if self._num_mapped is not None and len(instance) != self._num_mapped:
             raise WrongNumberError(
                 f"a server got {len(instance)} mapped arguments; expected {self._num_mapped}, as "
@@ -173,7 +178,7 @@ class Server:
         if self._is_closed:
             self._meter.count("refused")
             raise ServerClosed("a request came to a server that is closed.")
-        request = Request(instance, loop.create_future())
+        request = Request(instance, loop.create_future(), span)
         if self._held or not self._queue.put(request):
             if not self._waits:
                 self._meter.count("refused")

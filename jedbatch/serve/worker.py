@@ -26,6 +26,7 @@ from jedbatch._batch.one_by_one import OneByOne, Settled, settled
 from jedbatch._control_flow.continuous import Joining, Left
 from jedbatch._record.run.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
+from jedbatch.serve import tracing
 from jedbatch.serve.errors import ServerClosed
 from jedbatch.serve.requests import Request, RequestQueue
 
@@ -121,16 +122,20 @@ class Worker:
             self._ended()
 
     def _serve(self) -> None:
-        running: collections.deque[Running] = collections.deque()
+        running: collections.deque[tuple[Running, tracing.Minibatch]] = collections.deque()
         while True:
             taken = self._queue.take(idle=not running)
             if taken.requests:
+                span = tracing.Minibatch(request.span for request in taken.requests)
                 begun = self._begin(taken.requests)
-                running.extend([] if begun is None else [begun])
+                if begun is None:
+                    span.end()
+                else:
+                    running.append((begun, span))
             while running and (len(running) > AHEAD or taken.jobs):
-                self._finish(running.popleft())
+                self._finish(*running.popleft())
             if running and not taken.requests:
-                self._finish(running.popleft())
+                self._finish(*running.popleft())
             for job in taken.jobs:
                 job()
             if taken.is_last and not running:
@@ -157,13 +162,14 @@ class Worker:
             self._end(list(zip(good, self._by_halves(shared, good), strict=True)))
             return None
 
-    def _finish(self, running: Running) -> None:
+    def _finish(self, running: Running, span: tracing.Minibatch) -> None:
         """Delivers the results of a minibatch once they are computed."""
         requests, shared, fetch = running
         try:
             outcomes = [Settled(result, None) for result in fetch()]
         except Exception:  # found again, by itself
             outcomes = self._by_halves(shared, requests)
+        span.end()
         self._end(list(zip(requests, outcomes, strict=True)))
 
     def _end(self, outcomes: Outcomes) -> None:
