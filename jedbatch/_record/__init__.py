@@ -88,7 +88,7 @@ Read in this order:
    and again.
 47. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
 48. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
-    read the elements.
+   read the elements.
 49. `passes.readout`: Read-outs: what instances do after their last cell becomes one node.
 50. `passes.projections`: Input projections: products of a cell that no recursion waits for become
    nodes of their own.
