@@ -48,6 +48,9 @@ class Batched(Generic[*Given, Result]):
         functools.update_wrapper(self, core.fn, updated=())
         self._core = core
 
+    def __repr__(self) -> str:
+        return repr(self._core)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Returns what copies and pickles are made of; they have empty caches, and learn anew."""
         return type(self), (copy.copy(self._core),)

@@ -100,6 +100,12 @@ class Planner:
         self._read = self._reading()
         self._pickled()
 
+    def __repr__(self) -> str:
+        planned = (
+            f"{self._num_attached} minibatches attached, {self._num_planned_here} planned here"
+        )
+        return f"Planner({self._core.name}): {planned}"
+
     def __call__(self, instances: Sequence[Any]) -> Prepared:
         """Plans a minibatch; it can be the `collate_fn` of a loader of data.
 

@@ -38,6 +38,9 @@ class Plans(Iterator[Plan]):
         rows = _noting(minibatches, self._read)
         self._made: Any = start(rows, self._state["position"])
 
+    def __repr__(self) -> str:
+        return f"Plans: {self._state['position']} handed out, {len(self._read)} more read ahead"
+
     def __next__(self) -> Plan:
         plan: Plan = next(self._made)
         self._state = self._read.popleft()

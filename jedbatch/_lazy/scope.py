@@ -48,7 +48,7 @@ from jedbatch._record.cell import recording
 from jedbatch._record.run.trace import ending, trace_of_caller
 from jedbatch._schedule.policy import Policy, checked_policy
 from jedbatch._session.minibatch import Flags, Minibatch
-from jedbatch._session.options import ONE_EXECUTOR, Options
+from jedbatch._session.options import ONE_EXECUTOR, Options, written
 from jedbatch._session.plans.pipeline import make_plan, run_plan
 from jedbatch._session.session import Session
 from jedbatch._support.caches import Memory
@@ -136,6 +136,11 @@ class Lazy:
         self._policy = None if policy is None else checked_policy(policy)
         self._options = Options(layout, reuse, cache_size=0).checked("Lazy")
         self._free: dict[Hashable, list[Kept]] = Memory(MANY_PLACES)
+
+    def __repr__(self) -> str:
+        given = {} if self._policy is None else {"policy": self._policy}
+        given |= {k: x for k, x in self._options.given.items() if k != "cache_size"}
+        return f"Lazy({written(given)}): {self.compilations} programs"
 
     @property
     def compilations(self) -> int:

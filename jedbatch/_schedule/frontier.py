@@ -65,6 +65,10 @@ class Frontier:
         self.num_left = nodes_by_type(graph).tolist()
         self._admit(np.flatnonzero(self._waiting == 0))
 
+    def __repr__(self) -> str:
+        ready = {str(self.graph.types[t]): self.num_ready[t] for t in self.ready_types}
+        return f"Frontier: {sum(self.num_left)} nodes left, ready are {ready}"
+
     @property
     def num_ready(self) -> list[int]:
         """Nodes of each type that could run now."""

@@ -28,7 +28,7 @@ from jedbatch._record.identity.environment import Environment
 from jedbatch._record.operations.inlining import without_jit
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.minibatch import Flags, Minibatch, graph_of
-from jedbatch._session.options import Options
+from jedbatch._session.options import Options, written
 from jedbatch._session.plans.copies import Batches, Copies, plan_copies
 from jedbatch._session.plans.outputs import InstanceOutput, Returned, form_of_results
 from jedbatch._session.plans.pipeline import make_plan, plan_again, run_plan
@@ -104,6 +104,16 @@ class Core:
         """The policy given, or else the machine learned by now; None before there is one."""
         with self.planning:
             return self.policy.machine if isinstance(self.policy, Adaptive) else self.policy
+
+    def __repr__(self) -> str:
+        given: dict[str, Any] = {"in_axes": self.arguments.axes}
+        given |= {} if self.stacks else {"out_axes": None}
+        given |= {} if isinstance(self.policy, Adaptive) else {"policy": self.policy}
+        known = sum(session.records.num_known for session in list(self.sessions.values()))
+        return (
+            f"batch({self.name}, {written(given | self.options.given)}): "
+            f"{self.compilations} programs, {known} instances known"
+        )
 
     # --- what is kept ---
 

@@ -4,7 +4,8 @@ A policy is none of them, since it can be assigned later.
 """
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from jedbatch import checks
 from jedbatch._jaxpr.configuration import finds_faults
@@ -66,6 +67,14 @@ class Options:
         """
         return self.key is not None or finds_faults()
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that differ from the defaults, by their names."""
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "packs"}
+        defaults = {f.name: f.default for f in fields(self)}
+        given = {name: x for name, x in given.items() if x != defaults[name]}
+        return {**given, "count_steps": True} if given.pop("counter", None) else given
+
     def checked(self, name: str) -> "Options":
         """Returns the same, as the function `name` was given them.
 
@@ -92,3 +101,9 @@ class Options:
             cache_bytes=checks.whole(name, "cache_bytes", self.cache_bytes),
             max_steps=None if bound is None else checks.whole(name, "max_steps", bound, 1, MOST),
         )
+
+
+def written(given: dict[str, Any]) -> str:
+    """Options as they may be written in a call: functions by their names, as are targets."""
+    names = {k: x.name if isinstance(x, Target) else x for k, x in given.items()}
+    return ", ".join(f"{k}={getattr(x, '__name__', checks.brief(x))}" for k, x in names.items())

@@ -100,6 +100,11 @@ class Server:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker: Worker | None = None
 
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "open" if self._worker else "not entered"
+        of = f"{core_of(self._batched).name}, max_batch={self._sizes[0]}"
+        return f"Server({of}): {state}, {len(self._open)} requests not answered"
+
     # --- the context ---
 
     async def __aenter__(self) -> "Server":

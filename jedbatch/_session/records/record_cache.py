@@ -199,6 +199,11 @@ class RecordCache:
 
         return [known if known and fits(known) else None for known in types]
 
+    @property
+    def num_known(self) -> int:
+        """Instances whose graphs are kept; those that differ in values alone count once."""
+        return sum(len(memories.by_key) for memories in list(self._known.values()))
+
     def recall(
         self, instances: list[Any], reached: Reached
     ) -> tuple[list[Record], list[list[Array]]] | None:
