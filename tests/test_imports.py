@@ -171,10 +171,42 @@ def test_only_public_names_of_jax():
 def test_importing_computes_nothing():
     """No device is touched, so that users can still configure JAX."""
     code = (
-        "import jedbatch, jedbatch.models, jedbatch.data; from jax.extend import backend; "
+        "from jedbatch import *; import jedbatch.models, jedbatch.data; "
         "import jax; jax.config.update('jax_platforms', 'cpu'); print(len(jax.devices()))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True).returncode == 0
+
+
+def test_names_are_loaded_when_they_are_used():
+    code = """
+        import sys
+        def loaded():
+            return sorted(name for name in sys.modules if name.startswith("jedbatch"))
+        import jedbatch
+        assert loaded() == ["jedbatch"] and "jax" not in sys.modules, loaded()
+        assert dir(jedbatch) == sorted([*jedbatch.__all__, "__version__"])
+        from jedbatch import cell
+        assert "jedbatch._batch" not in loaded()
+        from jedbatch import batch, errors
+        assert jedbatch.batch is batch and jedbatch.errors is errors
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True)
+
+
+def test_type_checkers_see_the_names_that_are_loaded():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    seen = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    for name in jedbatch.__all__:
+        home = jedbatch._HOMES.get(name)
+        assert seen[name] == (f"jedbatch.{home}" if home else "jedbatch")
+        assert getattr(jedbatch, name) is not None
+    with pytest.raises(AttributeError, match="module 'jedbatch' has no attribute 'bacth'"):
+        _ = jedbatch.bacth
 
 
 def test_marks_of_frames():

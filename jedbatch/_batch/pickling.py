@@ -11,9 +11,6 @@ import pickle
 import sys
 from typing import Any
 
-from jedbatch._record.cell import by_value, reduced
-from jedbatch._support.native import function_types
-
 try:
     import cloudpickle  # type: ignore[import-untyped]
 except ImportError:
@@ -30,20 +27,6 @@ def dumps(value: Any) -> bytes:
 
 
 if cloudpickle:
-
-    def _reduced_by_cloudpickle(function: Any) -> Any:
-        """Returns how the function of a cell is sent: as cloudpickle sends other functions.
-
-        Those of a script are sent by value, and those of modules of which the user says so
-        (`cloudpickle.register_pickle_by_value`), or of which the user says it of a package.
-        """
-        module = f"{function.__module__}."
-        packages = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
-        is_sent_by_value = any(module.startswith(f"{package}.") for package in packages)
-        return (by_value if is_sent_by_value else reduced)(function)
-
-    for _kind in function_types()[1:]:
-        cloudpickle.Pickler.dispatch_table[_kind] = _reduced_by_cloudpickle
 
     class Pickler(cloudpickle.Pickler):
         """Sends by name what can be found by name."""

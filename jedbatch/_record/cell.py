@@ -17,8 +17,13 @@ from jax.extend.core import set_current_trace
 from jedbatch import checks
 from jedbatch._jaxpr.identity import typed
 from jedbatch._record.instances.arrays import flatten, is_array
-from jedbatch._support.native import core
+from jedbatch._support.native import core, function_types
 from jedbatch._support.types import PyTree
+
+try:
+    import cloudpickle  # type: ignore[import-untyped]
+except ImportError:
+    cloudpickle = None
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -185,6 +190,23 @@ def by_value(function: Any) -> tuple[Any, ...]:
     Where the function calls itself, what is read is not complete yet.
     """
     return as_function, (function.__wrapped__, function.cell), vars(function)
+
+
+if cloudpickle:
+
+    def _reduced_by_cloudpickle(function: Any) -> Any:
+        """Returns how the function of a cell is sent: as cloudpickle sends other functions.
+
+        Those of a script are sent by value, and those of modules of which the user says so
+        (`cloudpickle.register_pickle_by_value`), or of which the user says it of a package.
+        """
+        module = f"{function.__module__}."
+        packages = {"__main__", *cloudpickle.list_registry_pickle_by_value()}
+        is_sent_by_value = any(module.startswith(f"{package}.") for package in packages)
+        return (by_value if is_sent_by_value else reduced)(function)
+
+    for _kind in function_types()[1:]:
+        cloudpickle.Pickler.dispatch_table[_kind] = _reduced_by_cloudpickle
 
 
 @contextlib.contextmanager
