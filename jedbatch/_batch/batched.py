@@ -4,19 +4,21 @@ Its first half, `plan`, is host work in NumPy; the second, `apply`, is one XLA p
 users see of a `Core`, which does all of it.
 """
 
+from __future__ import annotations  # shown as they are written
+
 import copy
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
-from jax.sharding import Mesh
+import jax
 
 from jedbatch import checks
 from jedbatch._batch.ahead import plans
 from jedbatch._batch.calling import apply, call, plan
 from jedbatch._batch.lane_counts import lane_steps
 from jedbatch._batch.learning import learn
-from jedbatch._batch.on_devices import AxisNames, checked_devices
+from jedbatch._batch.on_devices import checked_devices
 from jedbatch._batch.planner import Planner, planner
 from jedbatch._batch.resuming import Plans
 from jedbatch._batch.streaming import stream
@@ -120,8 +122,8 @@ class Batched(Generic[*Given, Result]):
         self,
         *args: PyTree,
         gradient: bool = True,
-        mesh: Mesh | None = None,
-        axis: AxisNames = None,
+        mesh: jax.sharding.Mesh | None = None,
+        axis: str | Sequence[str] | None = None,
     ) -> Plan:
         """Host work only: what to compute for these instances, and in what order.
 
@@ -248,8 +250,8 @@ class Batched(Generic[*Given, Result]):
         gradient: bool = True,
         ahead: int = 2,
         workers: int = 0,
-        mesh: Mesh | None = None,
-        axis: AxisNames = None,
+        mesh: jax.sharding.Mesh | None = None,
+        axis: str | Sequence[str] | None = None,
     ) -> Plans:
         """Returns plans for minibatches, made in a thread or in processes while others are used.
 
@@ -370,8 +372,8 @@ class Batched(Generic[*Given, Result]):
         batch_size: int | None = None,
         gradient: bool = False,
         calls: bool = True,
-        mesh: Mesh | None = None,
-        axis: AxisNames = None,
+        mesh: jax.sharding.Mesh | None = None,
+        axis: str | Sequence[str] | None = None,
     ) -> Plan | None:
         """Compiles ahead of time what minibatches of instances like these need.
 

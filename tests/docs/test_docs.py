@@ -4,6 +4,7 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+import pydoc
 import re
 from pathlib import Path
 
@@ -43,6 +44,20 @@ def test_public_functions_have_examples():
         "schedule",
     ):
         assert ">>>" in inspect.getdoc(getattr(jedbatch, name)), name
+
+
+def test_help_of_batch_is_a_page():
+    text = pydoc.render_doc(jedbatch.batch, renderer=pydoc.plaintext)
+    assert len(text.splitlines()) <= 60
+    assert text.index(">>>") < text.index("Args:") < text.index("Returns:")
+    page = (README.parent / "docs" / "api" / "batching.md").read_text()
+    options = list(inspect.signature(jedbatch.batch).parameters)[1:]
+    assert set(re.findall(r"^- `(\w+)`: ", page, re.MULTILINE)) == {*options} - {"key"}
+
+
+def test_signatures_are_shown_as_they_are_written():
+    shown = str(inspect.signature(jedbatch.batch(len, 0).plan))
+    assert "mesh: 'jax.sharding.Mesh | None' = None" in shown
 
 
 def test_everything_public_is_documented():
