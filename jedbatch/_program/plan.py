@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 MAX_NAMES = 1024  # of arenas that are kept; names of dtypes take long to write
 FOLDED_TYPES = 8  # from so many that look alike on, a printed plan has one line for them
 UNKNOWN = "without lock step where it pays, which is known once the program is made"
+# Attributes of plans that are not for users, who are not shown them.
+OF_PROGRAMS = {"host", "ragged", "reverse_table", "routes", "static", "table"}
+FOR_JAX = {"tree_flatten", "tree_unflatten"}
 READ_AS = ("gathered", "read as slices", "as strided slices", "broadcast")  # see `_layout.access`
 
 
@@ -264,6 +267,9 @@ class Plan:
         return summarize(self)
 
     __repr__ = __str__
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if name not in OF_PROGRAMS | FOR_JAX]
 
 
 @functools.lru_cache(maxsize=MAX_NAMES)

@@ -35,6 +35,19 @@ def test_options_are_shown_as_they_are_written():
     assert repr(jedbatch.Lazy(reuse=True)) == "Lazy(reuse=True): 0 programs"
 
 
+def test_plans_show_what_is_for_users():
+    plan = jedbatch.batch(encode).plan(jnp.ones(2), [1, 2])
+    assert [name for name in dir(plan) if name[0] != "_"] == [
+        "device_seconds",
+        "graph",
+        "inputs",
+        "layout",
+        "ragged_rows",
+        "schedule",
+        "shards",
+    ]
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
