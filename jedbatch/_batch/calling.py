@@ -38,10 +38,12 @@ from jedbatch._jaxpr.meshes import varies
 from jedbatch._program.plan import Plan
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._record.cell import recording
+from jedbatch._record.operations.failures import named
 from jedbatch._session.core import Core
 from jedbatch._session.plans.pipeline import checked_inputs, programs_of
 from jedbatch._session.plans.round import Round, Rounds
 from jedbatch._session.programs.mapped import MIN_ROWS, MappedProgram
+from jedbatch._session.programs.program_cache import ProgramCache
 from jedbatch._session.records.arguments import StackedInstances
 from jedbatch._session.records.recording import arrays_of
 from jedbatch._session.session import Session
@@ -50,6 +52,7 @@ from jedbatch._support.types import Leaf
 DECIDES = (
     "it decides on values, which Python reads while they are computed: that has reverse mode only"
 )
+MOST_LEAVES = 4  # of shared arguments that an error names
 
 
 def call(core: Core, args: tuple) -> Any:
@@ -210,10 +213,32 @@ def apply(core: Core, args: tuple, inputs: dict[str, Any] | None = None) -> Any:
         )
     if of_plan.key != session.programs.key:
         raise ValueError(
-            "`apply` got shared arguments of another structure, shapes or dtypes than the "
-            "plan was made for; make a new one with `plan(*shared, instances)`."
+            f"`apply` of the batched `{core.name}` got other shared arguments than the plan was "
+            f"made for: {_differences(core, of_plan, session.programs)}; make a new one "
+            "with `plan(*shared, instances)`."
         )
     inputs = plan.inputs if inputs is None else inputs
     if plan.static.devices is not None:
         return apply_on_devices(core, plan, leaves, inputs)
     return core.run(plan, leaves, checked_inputs(plan, inputs))
+
+
+def _differences(core: Core, of_plan: ProgramCache, given: ProgramCache) -> str:
+    """Says in which leaves shared arguments differ from those of a plan."""
+    old, new = of_plan.registry.leaf_types, given.registry.leaf_types
+    axes = core.arguments.axes
+    pairs = zip(named(core.fn, axes), axes, strict=True) if isinstance(axes, tuple) else ()
+    names = [name for (name, _), axis in pairs if axis is None]
+    found = []
+    for path in [*old, *(path for path in new if path not in old)]:
+        leaf = f"{names[path[0].idx]}{jax.tree_util.keystr(path[1:])}"
+        if path not in new:
+            found.append(f"{leaf} is missing, the plan has {old[path]}")
+        elif new[path] != old.get(path):
+            found.append(f"{leaf}: {new[path]}, the plan has {old.get(path, 'none')}")
+    if not found and of_plan.target != given.target:
+        return (
+            f"they are for the target {given.target.name!r}, the plan for {of_plan.target.name!r}"
+        )
+    more = [f"and {len(found) - MOST_LEAVES} more"] * (len(found) > MOST_LEAVES)
+    return "; ".join(found[:MOST_LEAVES] + more) or "containers or functions in them are others"

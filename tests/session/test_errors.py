@@ -48,8 +48,33 @@ def test_plans_of_other_functions_and_for_other_arguments():
     plan = tripled.plan(P, [X])
     with pytest.raises(ValueError, match="a plan that another batched function made"):
         halved.apply(P, plan)
-    with pytest.raises(ValueError, match="shared arguments of another structure, shapes"):
+    with pytest.raises(
+        ValueError, match=r"the plan was made for: p: f32\[1,.*, the plan has f32\["
+    ):
         tripled.apply(P[None], plan)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"emb": jnp.ones((5, 2))},
+            r"made for: params\['emb'\]: f32\[5,2\], the plan has f32\[9,2\]; make",
+        ),
+        ({"emb": None}, r"made for: params\['emb'\] is missing, the plan has f32\[9,2\]; make"),
+        ({"b": 1.0}, r"made for: params\['b'\]: f32\[\]~, the plan has none; make"),
+        ({"w": [jnp.ones(2)]}, "made for: containers or functions in them are others"),
+    ],
+)
+def test_plans_for_other_parameters_name_the_leaf(changes, message):
+    def row(i, params):
+        return params["emb"][i] + params["w"][0]
+
+    batched = jedbatch.batch(row, in_axes=(0, None))
+    params = {"emb": jnp.ones((9, 2)), "w": (jnp.ones(2),)}
+    plan = batched.plan([1, 2], params)
+    with pytest.raises(ValueError, match=message):
+        batched.apply({**params, **changes}, plan)
 
 
 def test_in_axes_of_another_length():

@@ -162,7 +162,7 @@ def _in_jax(call: str) -> str:
 
 def _types_of(fn: Callable, args: tuple) -> Iterator[str]:
     """Yields the types of each argument, such as `p['w']: f32[3,4]`."""
-    for name, value in _named(fn, args):
+    for name, value in named(fn, args):
         leaves = jax.tree.leaves_with_path(value)
         shown = [f"{name}{jax.tree_util.keystr(path)}: {_type_of(x)}" for path, x in leaves]
         yield _listed(shown, f" of {name}")
@@ -185,7 +185,7 @@ def _typed_arrays(instance: Sequence[PyTree], arrays: Sequence[Leaf]) -> list[st
     return [f"{place}: {_type_of(x)}" if place else _type_of(x) for place, x in found]
 
 
-def _named(fn: Callable, args: tuple) -> Iterator[tuple[str, PyTree]]:
+def named(fn: Callable, args: tuple) -> Iterator[tuple[str, PyTree]]:
     """Yields positional arguments with the names of parameters, or their positions."""
     try:
         parameters = list(inspect.signature(fn).parameters.values())

@@ -438,6 +438,13 @@ class Registry:
             self._known_paths[index] = paths
         return self._known_paths[index]
 
+    @property
+    def leaf_types(self) -> dict[tuple, ValueType]:
+        """The types of the leaves of shared arguments, by their paths."""
+        avals = [value.aval for value in self.shared[: self.num_leaves]]
+        types = [ValueType(x.shape, x.dtype, bool(x.weak_type)) for x in avals]
+        return dict(zip(self._leaf_paths, types, strict=True))
+
     @functools.cached_property
     def _leaf_paths(self) -> list[tuple]:
         with pause():  # containers of Flax ask JAX who is tracing
