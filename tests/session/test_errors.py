@@ -88,6 +88,13 @@ def test_instances_that_are_no_sequence(instances):
         jedbatch.batch(double)(P, instances)
 
 
+@pytest.mark.parametrize("wrap", [lambda x: x, lambda x: {"x": x}])
+def test_vmap_of_a_batched_function(wrap):
+    batched = jax.vmap(jedbatch.batch(double), in_axes=(None, 0))
+    with pytest.raises(TypeError, match="the function is batched already"):
+        batched(P, wrap(jnp.arange(3.0)))
+
+
 def test_iterators_of_instances():
     with pytest.raises(TypeError, match=r"of type map, .* write `list\(\.\.\.\)`"):
         jedbatch.batch(double)(P, map(jnp.float32, range(3)))

@@ -25,6 +25,10 @@ from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 
 MAX_FUNCTIONS = 1024  # that stand for equal ones
+BATCHED_ALREADY = (
+    " Where `jax.vmap` or `jax.pmap` of it is called: the function is batched already, and is "
+    "called with all instances, `batched(params, instances)`; what they map is minibatches."
+)
 
 
 class StackedInstances(NamedTuple):
@@ -400,6 +404,7 @@ def instances_of(x: Any, who: str) -> list[Any]:
             "instances, such as a list, or an array or a dict of arrays, whose rows are the "
             "instances. If all instances share it, write None in `in_axes`."
             + (" An iterator is read once: write `list(...)`." if isinstance(x, Iterator) else "")
+            + (BATCHED_ALREADY if isinstance(x, Tracer) else "")
         )
     leaves, structure = flatten(x, who)
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(x)]
@@ -409,6 +414,7 @@ def instances_of(x: Any, who: str) -> list[Any]:
                 f"{who} is a {type(x).__name__} with {checks.shown(leaf)} at {path}; expected "
                 "arrays alone, whose rows belong to the instances. Write a list of instances, or "
                 "None in `in_axes` if all instances share it."
+                + (BATCHED_ALREADY if isinstance(leaf, Tracer) else "")
             )
     rows = [len(leaf) for leaf in leaves]
     if len(set(rows)) > 1:
