@@ -1,5 +1,6 @@
 """The log names programs that take long to compile, and is silent otherwise."""
 
+import itertools
 import logging
 import threading
 
@@ -43,6 +44,15 @@ def test_nothing_is_said_of_what_is_quick(caplog):
     jedbatch.batch(encode)(jnp.ones(2), XS)
     assert not caplog.records
     assert threading.active_count() <= before + 1  # a timer that is just ending
+
+
+def test_what_helps_is_said_once(monkeypatch, impatient):
+    monkeypatch.setattr(announce, "LONG", 0.0)
+    monkeypatch.setattr(announce, "_advised", itertools.count())
+    for _ in range(2):
+        announce.announced(lambda: announce.announce("compiling something"))()
+    (advice,) = [r.message for r in impatient.records if "JAX_COMPILATION_CACHE_DIR" in r.message]
+    assert advice.startswith("jedbatch took 0 s for compiling something, most of them in XLA.")
 
 
 def test_an_error_ends_what_was_announced(impatient):
