@@ -208,8 +208,9 @@ class ManyTypesWarning(PerformanceWarning):
 class GroupedByShapesWarning(PerformanceWarning):
     """Instances whose arrays differ in length are not batched with each other.
 
-    **Symptom.** As of `ManyTypesWarning`, or three minibatches in a row are compiled anew; a
-    printed plan says "grouped by equal shapes", or of tiles "none for some arrays".
+    **Symptom.** As of `ManyTypesWarning`, or a minibatch has arrays of eight lengths or more, or
+    three minibatches in a row are compiled anew; a printed plan says "grouped by equal shapes", or
+    of tiles "none for some arrays".
 
     **Reason.** Arrays of different lengths run together if every operation on them is known to
     work row by row, or for rows of one instance together. The message names one that is not, or
@@ -218,9 +219,10 @@ class GroupedByShapesWarning(PerformanceWarning):
     arrays of the instance; if they are as long as several of these put end to end, or are tables
     [n, m], each structure is compiled by itself.
 
-    **Cure.** Leave lengths to `jnp` (`x.sum(0)`, not a loop over `range(len(x))`), put what needs
-    a fixed length into a cell, or pad arrays to a few lengths. Some functions of JAX make a number
-    of a length: for `lax.associative_scan` write `lax.cumsum` and its like, or `lax.scan`; for
+    **Cure.** Leave lengths to `jnp` (`x.sum(0)`, not a loop over `range(len(x))`), write
+    `x.shape[0]` in place of `len(x)`, which Python makes a number, put what needs a fixed length
+    into a cell, or pad arrays to a few lengths. Some functions of JAX make a number of a length:
+    for `lax.associative_scan` write `lax.cumsum` and its like, or `lax.scan`; for
     `jnp.searchsorted` and `jnp.digitize` count, `(table < x[:, None]).sum(1)`.
     """
 

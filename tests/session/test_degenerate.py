@@ -118,6 +118,18 @@ def test_lengths_that_are_new_in_each_minibatch():
     assert len(warned) == 1
 
 
+def test_many_lengths_are_warned_of_before_they_are_compiled():
+    scale = jedbatch.cell(lambda w, x: w * x)
+
+    def fn(w, x):
+        return scale(w, x.sum() / len(x))
+
+    arrays = [np.ones((n, 2), np.float32) for n in range(2, 10)]
+    jedbatch.batch(fn).plan(W, arrays[1:])
+    with pytest.warns(GroupedByShapesWarning, match=r"of 8 lengths.*`x\.shape\[0\]` in place"):
+        jedbatch.batch(fn).plan(W, arrays)
+
+
 def test_very_many_types_of_some_nodes():
     def fn(w, n):
         return sum(jnp.broadcast_to(w * i, (n,)).max() for i in range(6))

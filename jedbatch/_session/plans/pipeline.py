@@ -52,7 +52,11 @@ from jedbatch._session.plans.indices import check_rows, may_be_absent
 from jedbatch._session.plans.outputs import Returned
 from jedbatch._session.plans.verify import verify
 from jedbatch._session.programs.program_cache import ProgramCache
-from jedbatch._session.records.degenerate import warn_if_degenerate, warn_if_programs_grow
+from jedbatch._session.records.degenerate import (
+    warn_if_degenerate,
+    warn_if_many_lengths,
+    warn_if_programs_grow,
+)
 from jedbatch._session.session import Session
 from jedbatch._support.types import Leaf
 
@@ -181,6 +185,7 @@ def make_plan(
     session.note_types()
     shown = session.records.lengths.shown
     warn_if_degenerate(graph, session.registry, session.new_in_a_row, shown)
+    warn_if_many_lengths(minibatch.arrays, session.registry, shown)
     untiled = session.records.regions.tiles.apart if calls else None
     warn_if_programs_grow(calls, session.registry, session.regions_in_a_row, untiled)
     arranged, clock = arrange(minibatch, graph, returned, flags, brought, batches)

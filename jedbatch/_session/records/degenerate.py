@@ -1,6 +1,7 @@
 """Warnings of minibatches that hardly batch, before compiling (see `_graph.degeneracy`)."""
 
 import collections
+import itertools
 import warnings
 from collections.abc import Iterable, Sequence
 
@@ -27,7 +28,12 @@ WARMING_UP = 3  # minibatches, in which calls are new
 MOST_SLOW = 0.2  # of the nodes that were recorded
 MOST_REPEATED = 0.5  # operations on shared arguments for each of these nodes
 FEW_LENGTHS = 2  # of lists, which make no more types than a program may have
-FEW_PROGRAMS = 8  # for one instance of a minibatch each, of which there is no warning
+FEW_PROGRAMS = 8  # for one instance or length of a minibatch each, of which there is no warning
+
+FOR_ALL_LENGTHS = (
+    "Write it with operations that run for several lengths at once (`x.shape[0]` in place of "
+    "`len(x)`), or pad arrays to a few lengths"
+)
 
 
 def warn_if_degenerate(
@@ -62,8 +68,7 @@ def warn_if_degenerate(
             cause,
             f"{new_in_a_row} minibatches in a row had lengths that none before had, each of which "
             f"is compiled and run by itself. Instances are grouped by equal shapes, since {apart}. "
-            "Write it with operations that run for several lengths at once, or pad arrays to a few "
-            "lengths",
+            f"{FOR_ALL_LENGTHS}",
             warned,
         )
         return
@@ -170,13 +175,40 @@ def warn_if_some_are_apart(registry: Registry, lengths: Lengths) -> None:
         )
 
 
-def lengths_that_differ(arrays: Iterable[Array]) -> set[tuple]:
-    """Returns the kinds, (shape without length, dtype), of arrays that are not equally long."""
+def warn_if_many_lengths(
+    arrays: Sequence[Sequence[Array]], registry: Registry, apart: str | None
+) -> None:
+    """Warns of a minibatch with types for each of many lengths, before they are compiled.
+
+    Args:
+      arrays: of its instances.
+      registry: notes the causes that have been warned of.
+      apart: why instances are grouped by equal shapes; None if they are not.
+    """
+    if apart is None or GroupedByShapesWarning in registry.warned:
+        return
+    many = max(map(len, _lengths(itertools.chain.from_iterable(arrays)).values()), default=0)
+    if many >= FEW_PROGRAMS:
+        warn_once(
+            GroupedByShapesWarning,
+            f"a minibatch has arrays of {many} lengths, each of which is compiled and run by "
+            f"itself. Instances are grouped by equal shapes, since {apart}. {FOR_ALL_LENGTHS}",
+            registry.warned,
+        )
+
+
+def _lengths(arrays: Iterable[Array]) -> dict[tuple, set[int]]:
+    """Returns the lengths of arrays by their kinds, (shape without length, dtype)."""
     lengths: dict[tuple, set[int]] = {}
     for x in arrays:
         if x.ndim:
             lengths.setdefault((x.shape[1:], x.dtype), set()).add(x.shape[0])
-    return {kind for kind, found in lengths.items() if len(found) > 1}
+    return lengths
+
+
+def lengths_that_differ(arrays: Iterable[Array]) -> set[tuple]:
+    """Returns the kinds, (shape without length, dtype), of arrays that are not equally long."""
+    return {kind for kind, found in _lengths(arrays).items() if len(found) > 1}
 
 
 def last_for_a_length(registry: Registry, first: int, kinds: set[tuple]) -> int | None:
