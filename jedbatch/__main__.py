@@ -1,9 +1,8 @@
-"""Command line: `python -m jedbatch demo` trains a TreeLSTM on trees of every shape.
+"""Command line: `jedbatch demo` trains a TreeLSTM on trees of every shape.
 
-`show` and `bench` take a function of yours, as module:function or file.py:function, or the name of
-a model of `jedbatch.models`, as `learn` does. `serve` answers requests to a function of yours over
-HTTP. `fuzz` compares random programs with the loop over
-single instances. `info` says what is installed.
+`show`, `bench` and `learn` take a function of yours, as module:function or file.py:function, or the
+name of a model of `jedbatch.models`. `serve` answers requests to a function of yours over HTTP.
+`fuzz` compares random programs with the loop over single instances. `info` says what is installed.
 """
 
 import argparse
@@ -13,13 +12,19 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-import jax
-
 import jedbatch
-from jedbatch._commands import user_commands
 from jedbatch._commands.lookup import CommandError, attribute_of
 
 MAX_SIZE = 10**9  # of sizes on the command line
+EXAMPLES = {  # with which the help of a command ends
+    "demo": "demo --hidden 128",
+    "show": "show my_model.py:encode --explain",
+    "learn": "learn my_model.py:encode --save policy.json",
+    "bench": "bench my_model.py:encode --batch-size 32 --no-gradient",
+    "serve": "serve my_model.py:encode --params trained.npz --port 8080",
+    "fuzz": "fuzz --programs 1000 --jobs 4 --plans",
+    "info": "info",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not 0 <= args.seed < 2**32:
         parser.error(f"--seed is {args.seed}; expected a number from 0 to 2**32 - 1")
     if args.device:
+        import jax  # not for `-h`, which takes no time then
+
         jax.config.update("jax_platforms", args.device)
     try:
         return args.run(args) or 0
@@ -49,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command_line() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m jedbatch", description=__doc__)
+    parser = argparse.ArgumentParser(prog="jedbatch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     command = functools.partial(add_command, commands)
     hidden = {"hidden": (64, "size of the states")}
@@ -67,8 +74,10 @@ def command_line() -> argparse.ArgumentParser:
     learning = command(
         learn,
         "learn a policy and print what was tried",
-        hidden | {"instances": (32, "instances to learn from")},
+        hidden | {"batch_size": (32, "instances to learn from")},
     )
+    add_function(learning)
+    learning.add_argument("--verbose", action="store_true", help="print all states of the policy")
     learning.add_argument("--save", metavar="FILE", help="where to write the policy, as JSON")
     benching = command(
         bench,
@@ -79,7 +88,8 @@ def command_line() -> argparse.ArgumentParser:
     benching.add_argument(
         "--loop",
         metavar="NAME",
-        help="what the loop calls instead of the function, such as one with jit-ted cells",
+        help="what the loop calls instead of the function; by default that with jit-ted cells, if "
+        "its module has some",
     )
     benching.add_argument(
         "--no-gradient",
@@ -136,7 +146,8 @@ def add_command(
     commands: Any, run: Callable[..., Any], help: str, sizes: dict[str, tuple[int, str]]
 ) -> argparse.ArgumentParser:
     """Adds a command with the options that all have, and sizes: (default, meaning) by name."""
-    parser = commands.add_parser(run.__name__, help=help)
+    example = f"example: jedbatch {EXAMPLES[run.__name__]}"
+    parser = commands.add_parser(run.__name__, help=help, description=help, epilog=example)
     parser.set_defaults(run=run, sizes=tuple(sizes))
     if run is demo:
         parser.add_argument("--data", metavar="FILE", help="a treebank, one tree a line")
@@ -146,12 +157,11 @@ def add_command(
         )
         parser.add_argument("model", metavar="function", help=named)
     elif run not in (fuzz, info):
-        models = "a model of `jedbatch.models`, such as treelstm"
-        if run is not learn:
-            models = f"a function of one instance, as module:function or file.py:function; {models}"
         parser.add_argument(
             "model",
-            help=f"{models}, or your own `jedbatch.models.Workload` as module:attribute",
+            help="a function of one instance, as module:function or file.py:function; a model of "
+            "`jedbatch.models`, such as treelstm; or your own `jedbatch.models.Workload` as "
+            "module:attribute",
         )
         parser.add_argument(
             "--data",
@@ -206,14 +216,14 @@ def bench(args: argparse.Namespace) -> None:
 
 def learn(args: argparse.Namespace) -> None:
     """Learns a policy and prints what was tried."""
-    from jedbatch._commands import models
-
-    models.learn(args)
+    commands_for(args).learn(args)
 
 
 def commands_for(args: argparse.Namespace) -> ModuleType:
     """Returns the module with the commands for what is named: a function, or a model."""
     if ":" in args.model and callable(attribute_of(args.model)[1]):
+        from jedbatch._commands import user_commands
+
         return user_commands
     for name in ("params", "instances", "loop"):
         if getattr(args, name, None):

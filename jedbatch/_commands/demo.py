@@ -79,7 +79,7 @@ def demo(args: argparse.Namespace) -> None:
             compiled = score.compilations
         losses, counts = [], []
         chunks = list(minibatches(train, batch_size, seed=order))
-        with tqdm(chunks, desc=f"epoch {epoch}", unit="batch", leave=False) as bar:
+        with tqdm(chunks, desc=f"epoch {epoch}", unit="batch", leave=False, disable=None) as bar:
             for batch in bar:
                 plan = score.plan(params, batch)  # while the device is at the last step
                 nodes = sum(map(num_nodes, batch))

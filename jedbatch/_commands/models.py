@@ -13,6 +13,7 @@ import jedbatch
 from jedbatch import policies
 from jedbatch._commands.lookup import CommandError, attribute_of
 from jedbatch._commands.pictures import save_pictures
+from jedbatch._commands.printing import digits, print_learned
 from jedbatch._commands.timing import rate
 from jedbatch.data import minibatches
 from jedbatch.models import WORKLOADS, Workload
@@ -59,16 +60,9 @@ def find(name: str) -> Workload:
         return WORKLOADS[name]
     _, found = attribute_of(name)
     if not isinstance(found, Workload):
-        expected = (
-            "a `jedbatch.models.Workload`, or, for `show` and `bench`, a function of one instance"
-        )
-        instead = (
-            ""
-            if not callable(found)
-            else ("; for a function of yours, write `jedbatch.batch(fn).learn(params, instances)`")
-        )
         raise CommandError(
-            f"{name} is of type {type(found).__name__}; expected {expected}{instead}"
+            f"{name} is of type {type(found).__name__}; expected a `jedbatch.models.Workload`, "
+            "or a function of one instance"
         )
     return found
 
@@ -91,13 +85,8 @@ def show(args: argparse.Namespace) -> None:
 
 def learn(args: argparse.Namespace) -> None:
     """Learns a policy and prints what was tried."""
-    model = Model.of(args, args.instances)
-    policy = model.batched(None).learn(model.params, model.instances)
-    print(policy.report)
-    print(f"\n{policy}")
-    if args.save:
-        policy.save(args.save)
-        print(f"\nsaved as {args.save}; use it with `jedbatch.batch(fn, policy=FSM.load(path))`")
+    model = Model.of(args, args.batch_size)
+    print_learned(model.batched(None).learn(model.params, model.instances), args)
 
 
 def bench(args: argparse.Namespace) -> None:
@@ -116,7 +105,7 @@ def bench(args: argparse.Namespace) -> None:
     for kind in ("inference", "training") if args.gradient else ("inference",):
         batched = model.batched(policy)  # to which all minibatches are new
         rates = speeds(model, batched, chunks, training=kind == "training")
-        print(f"{kind:24}{''.join(f'{r:12,.0f}' for r in rates)}")
+        print(f"{kind:24}{''.join(f'{digits(r):>12}' for r in rates)}")
         compiled += batched.compilations
     graph = batched.plan(model.params, chunks[0]).graph
     assert graph is not None

@@ -1,4 +1,4 @@
-"""`show` and `bench` for a function of the user's."""
+"""`show`, `learn` and `bench` for a function of the user's."""
 
 import argparse
 import functools
@@ -14,6 +14,7 @@ import numpy as np
 import jedbatch
 from jedbatch._commands.lookup import CommandError
 from jedbatch._commands.pictures import save_pictures
+from jedbatch._commands.printing import digits, print_learned
 from jedbatch._commands.timing import seconds_of
 from jedbatch._commands.user_function import UserFunction
 from jedbatch.errors import SymbolicValueError
@@ -24,7 +25,7 @@ LEAST_ROUNDS = 3
 LOOP_SECONDS = 1.0  # that a round of the loop may take, about, or else it has fewer instances
 COLUMNS = ("loop", "unseen", "known", "planned")
 LEGEND = """
-loop: the function as it is, on one instance after the other; unseen: a new minibatch,
+loop: {loop}, on one instance after the other; unseen: a new minibatch,
 planned and run; known: planned again and run; planned: run only; first: the first, with compiling.
 Medians of {rounds} rounds, and of the ratios within each round; the loop ran on {few} of {size}."""
 
@@ -54,6 +55,19 @@ def show(args: argparse.Namespace) -> None:
         save_pictures(plan, user.batched.policy, Path(args.pictures))
 
 
+def learn(args: argparse.Namespace) -> None:
+    """Learns a policy and prints what was tried."""
+    user = UserFunction.of(args, args.batch_size)
+    user.announce(len(user.mapped[0]))
+    try:
+        policy = user.batched.learn(*user.arguments(user.shared, user.mapped))
+    except SymbolicValueError:
+        raise CommandError(
+            f"`learn` needs plans, and {args.model} decides on values, so that there are none"
+        ) from None
+    print_learned(policy, args)
+
+
 def bench(args: argparse.Namespace) -> None:
     """Prints times of minibatches, and of the loop over their instances."""
     user = UserFunction.of(args, args.batch_size * (WARM + args.minibatches))
@@ -74,7 +88,8 @@ def bench(args: argparse.Namespace) -> None:
     print(f"  compiled  {compiled} XLA programs, and {late} after the first {WARM} minibatches")
     if len(minibatches) < 2:
         print(f"  unseen    not measured: there are {user.total} instances, {2 * size} are needed")
-    print(LEGEND.format(rounds=len(measured[0].seconds["loop"]), few=measured[0].few, size=size))
+    rounds = len(measured[0].seconds["loop"])
+    print(LEGEND.format(loop=user.loop, rounds=rounds, few=measured[0].few, size=size))
 
 
 @dataclass(frozen=True)
@@ -99,10 +114,10 @@ class Times:
         """Prints a line of times, and one of how often each is contained in the loop's."""
         loop = self.seconds["loop"]
         times = [*(self.seconds[column] for column in COLUMNS), [self.first]]
-        cells = [f"{1e3 * np.median(x):,.2f}" if x else "–" for x in times]
+        cells = [digits(1e3 * float(np.median(x))) if x else "–" for x in times]
         print(f"{kind:20}{''.join(f'{x:>12}' for x in cells)}")
         ratios = [np.divide(loop[: len(x)], x) for x in times[1:-1]]
-        cells = [f"{np.median(x):,.2f} x" if len(x) else "–" for x in ratios]
+        cells = [digits(float(np.median(x)), " x") if len(x) else "–" for x in ratios]
         print(f"{'  as fast as the loop':32}{''.join(f'{x:>12}' for x in cells)}")
 
 

@@ -6,10 +6,10 @@ Each is a value, or a function without arguments that makes it.
 """
 
 import argparse
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,18 +18,21 @@ import jax
 import jedbatch
 from jedbatch import checks
 from jedbatch._commands.lookup import CommandError, attribute_of, described, nested
+from jedbatch._commands.loop import compiled_cells
 from jedbatch.policies import FSM
 
 OPTIONS_OF_MODELS = {"data": [], "hidden": 64, "seed": 0}
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class UserFunction:
     """A function of one instance, and what to run it on.
 
     Attributes:
       name: as the command line has it.
-      alone: what the loop calls with one instance: the function itself, if no other is named.
+      alone: what the loop calls with one instance: the function itself, with compiled cells if it
+        has some and runs with them, unless another one is named.
+      loop: what that is, in words.
       batched: the function of many instances.
       axes: None for each argument that all instances share, 0 for each that differs.
       shared: the arguments that all instances share.
@@ -44,6 +47,7 @@ class UserFunction:
     shared: list[Any]
     mapped: list[list[Any]]
     total: int
+    loop: str = "the function as it is"
 
     @staticmethod
     def of(args: argparse.Namespace, limit: int) -> "UserFunction":
@@ -81,7 +85,22 @@ class UserFunction:
         if len(set(lengths.values())) != 1:
             raise CommandError(f"there are {lengths} instances; expected as many of each argument")
         mapped = [list(itertools.islice(x, limit)) for x in sequences]
-        return UserFunction(args.model, alone, batched, axes, shared, mapped, len(sequences[0]))
+        user = UserFunction(args.model, alone, batched, axes, shared, mapped, len(sequences[0]))
+        named = getattr(args, "loop", "")
+        if named is None:
+            return user._with_compiled_cells(module)
+        return dataclasses.replace(user, loop=f"`{named}`") if named else user
+
+    def _with_compiled_cells(self, module: ModuleType) -> "UserFunction":
+        """Returns the same, whose loop calls compiled cells if there are some and it runs so."""
+        fn = compiled_cells(self.alone, module)
+        if fn is None:
+            return self
+        try:
+            fn(*self.arguments(self.shared, [x[0] for x in self.mapped]))
+        except Exception:  # such as of cells that are given what JAX cannot trace
+            return self
+        return dataclasses.replace(self, alone=fn, loop="the function, with jit-ted cells")
 
     def minibatch(self, begin: int, size: int) -> list[list[Any]]:
         """Returns the instances of a minibatch, for each argument."""

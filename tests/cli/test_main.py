@@ -1,11 +1,17 @@
 """The command line, as a user runs it."""
 
+import pkgutil
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
 
 import jax
 import pytest
 
-from jedbatch.__main__ import main
+from jedbatch.__main__ import EXAMPLES, command_line, main
 from jedbatch.data import minibatches, synthetic_treebank
 
 
@@ -78,6 +84,26 @@ def test_demo_needs_trees_to_hold_back(tmp_path, capsys):
     path.write_text("(S (A a) (B b))\n")
     assert main(["demo", "--data", str(path)]) == 1
     assert "trees.txt holds 1 trees; expected at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", EXAMPLES)
+def test_help_ends_with_an_example_that_is_parsed(command, capsys):
+    with pytest.raises(SystemExit):
+        main([command, "-h"])
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    assert last.startswith(f"example: jedbatch {command}")
+    assert command_line().parse_args(shlex.split(EXAMPLES[command])).command == command
+
+
+def test_the_script_is_the_command_line():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert pkgutil.resolve_name(project["scripts"]["jedbatch"]) is main
+
+
+def test_arguments_are_parsed_without_jax():
+    code = "import sys; sys.modules['jax'] = None\nfrom jedbatch.__main__ import main; main(['-h'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,11 @@ import jax.numpy as jnp
 import pytest
 from cases.helpers import assert_close, mostly_slow
 
+from jedbatch import testing
 from jedbatch.__main__ import command_line, main
+from jedbatch._commands.lookup import attribute_of
+from jedbatch._commands.loop import compiled_cells
+from jedbatch._commands.printing import digits
 from jedbatch._commands.user_commands import Times, ways_to_run
 from jedbatch._commands.user_function import UserFunction
 
@@ -127,6 +131,7 @@ def test_bench(module, capsys):
     assert re.search(r"compiled  2 XLA programs, and 0 after the first 2 minibatches", text)
     assert "Medians of 3 rounds" in text
     assert "the loop ran on 3 of 3" in text
+    assert "loop: the function, with jit-ted cells, on one instance" in text
 
 
 def test_bench_of_what_decides_on_values(module, capsys):
@@ -139,6 +144,34 @@ def test_bench_of_what_decides_on_values(module, capsys):
     assert planned != planned
     assert "value and gradient" not in text
     assert "No plan, since the function decides on values; 2 rounds" in text
+    assert "loop: `encode`, on one instance" in text
+
+
+def test_the_loop_calls_compiled_cells(module):
+    m, _ = attribute_of(f"{module}:encode")
+    looped = compiled_cells(m.encode, m)
+    with testing.compilations() as compiled:
+        got = looped(m.params, m.instances[1])
+    assert len(compiled) == 2  # leaf and join
+    assert_close(got, m.encode(m.params, m.instances[1]), 1e-6)
+    assert looped.__globals__ is not vars(m)
+    assert compiled_cells(re.compile, re) is None
+
+
+def test_learn(module, capsys, tmp_path):
+    saved = ["--save", "policy.json", "--batch-size", "4", "--device", "cpu"]
+    assert main(["learn", f"{module}:encode", *saved]) == 0
+    text = capsys.readouterr().out
+    assert "certified lower bound" in text
+    assert "; --verbose lists them" in text
+    assert (tmp_path / "policy.json").exists()
+    assert main(["learn", f"{module}:settle"]) == 1
+    assert "`learn` needs plans, and of_mine:settle decides" in capsys.readouterr().err
+
+
+def test_numbers_have_three_digits():
+    found = [digits(x) for x in (30_680.8, 752.72, 99.96, 1.0, 0.01234, 0.0, float("nan"))]
+    assert found == ["30,700", "753", "100", "1.00", "0.0123", "0.00", "–"]
 
 
 def test_bench_without_parameters_and_without_new_minibatches(module, capsys):

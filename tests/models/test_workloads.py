@@ -116,7 +116,7 @@ def test_show_explains_the_layout(capsys):
 @pytest.mark.slow
 def test_learn_and_use_what_was_learned(capsys, tmp_path):
     path = tmp_path / "policy.json"
-    learned = ["learn", "treelstm2", "--hidden", "4", "--instances", "8", "--save", str(path)]
+    learned = ["learn", "treelstm2", "--hidden", "4", "--batch-size", "8", "--save", str(path)]
     assert main(learned) == 0
     text = capsys.readouterr().out
     assert "certified lower bound" in text
@@ -176,9 +176,9 @@ def test_a_model_of_my_own(capsys, monkeypatch, tmp_path):
     [
         (["show", "treelstn"], "there is no model 'treelstn'; expected one of treelstm, "),
         (["show", "treelstm", "--params", "x"], "--params is for functions of yours"),
-        (["learn", "json:dumps"], "of yours, write `jedbatch.batch(fn).learn(params, instances)`"),
+        (["learn", "json:dumps"], "has no `instances`; write `instances = [...]`"),
         (["show", "json:__name__"], "json:__name__ is of type str; expected a `jedbatch.models.W"),
-        (["learn", "treelstm", "--instances", "0"], "--instances is 0; expected a positive"),
+        (["learn", "treelstm", "--batch-size", "0"], "--batch-size is 0; expected a positive"),
         (["bench", "treelstm", "--data", "nowhere.txt"], "nowhere.txt"),
         (["bench", "treelstm", "--policy", "nowhere.json"], "nowhere.json"),
     ],
