@@ -6,10 +6,12 @@ differ in numbers at most. What is left of an operation without its numbers is i
     reshape[new_sizes=(3, 4, 2)], reshape[new_sizes=(5, 4, 2)]  →  reshape[new_sizes=(·, ·, ·)]
 
 A number that is the same polynomial of a length in all programs, such as n, n - 1 or n², stands for
-this polynomial. Then JAX says for symbolic lengths what the operation gives, and the rules for
-padded arrays (see `padding.padded_rules`) run it where there is room for more elements.
+this polynomial; so does one of n // 2, or of the sum or the product of several lengths. Then JAX
+says for symbolic lengths what the operation gives, and the rules for padded arrays (see
+`padding.padded_rules`) run it where there is room for more elements.
 """
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -60,21 +62,30 @@ class ArrayOperation:
     lists: tuple[int | None, ...]
 
 
+def extents_of(lengths: Sequence[Any]) -> tuple[Any, ...]:
+    """Returns what numbers may depend on: lengths of lists, their sum and product, their halves."""
+    return *lengths, sum(lengths), math.prod(lengths), *(n // 2 for n in lengths)
+
+
 class NumberOfLength(NamedTuple):
-    """A number that depends on the length of a list.
+    """A number that depends on the lengths of lists.
 
     Attributes:
       coefficients: of a polynomial, that of the constant first.
       divides: whether the number is one by the polynomial.
-      list: the number of the list.
+      extent: which of `extents_of` the lengths it is a polynomial of.
     """
 
     coefficients: tuple[Any, ...]
     divides: bool = False
-    list: int = 0
+    extent: int = 0
 
-    def at(self, length: Any) -> Any:
-        """The number for a length: an int, an extent, or an array."""
+    def at(self, lengths: Sequence[Any]) -> Any:
+        """The number for some lengths: ints, extents, or arrays."""
+        return self.of(extents_of(lengths)[self.extent])
+
+    def of(self, length: Any) -> Any:
+        """The number for one of the extents."""
         first, *rest = self.coefficients
         value = first
         for power, c in enumerate(rest, start=1):
@@ -84,9 +95,9 @@ class NumberOfLength(NamedTuple):
 
     def is_at(self, numbers: Mapping[int, Any]) -> bool:
         """Returns whether these are the numbers for some lengths, to the last bit."""
-        if self.divides and not all(map(self._replace(divides=False).at, numbers)):
+        if self.divides and not all(map(self._replace(divides=False).of, numbers)):
             return False
-        return all(_bits(x) == _bits(_like(self.at(n), x)) for n, x in numbers.items())
+        return all(_bits(x) == _bits(_like(self.of(n), x)) for n, x in numbers.items())
 
 
 def split(params: Mapping[str, Any], key_of: Callable[[Any], Hashable]) -> tuple[Hashable, Numbers]:
@@ -119,7 +130,10 @@ def number_of_length(numbers: Mapping[int, Any]) -> NumberOfLength | None:
         points = {n: 1 / x.item() if divides else float(x) for n, x in numbers.items()}
         degree = min(MAX_DEGREE, len(points) - 1)
         fitted = np.polynomial.polynomial.polyfit(list(points), list(points.values()), degree)
-        found = NumberOfLength(tuple(round(c) for c in fitted.tolist()), divides)
+        if isinstance(values[0], np.floating):  # as of n / 2
+            found = NumberOfLength(tuple(round(2 * c) / 2 for c in fitted.tolist()), divides)
+        else:
+            found = NumberOfLength(tuple(map(round, fitted.tolist())), divides)
         if found.is_at(numbers):
             return found
     return None
@@ -157,8 +171,9 @@ class NumbersOfLength(NamedTuple):
 
     def agree(self, lengths: Sequence[int], numbers: NumbersOf) -> bool:
         """Returns whether numbers of a program are those that are known of its lengths."""
+        extents = extents_of(lengths)
         return self.of.keys() == numbers.keys() and all(
-            known.is_at({lengths[known.list]: x})
+            known.is_at({extents[known.extent]: x})
             for operation, own in self.of.items()
             for known, x in zip(own, numbers[operation], strict=True)
         )
@@ -203,17 +218,18 @@ def numbers_of_length(programs: Mapping[tuple[int, ...], NumbersOf]) -> NumbersO
 
 
 def _of_some_length(numbers: Mapping[tuple[int, ...], Any]) -> NumberOfLength | None:
-    """Returns what a number is of one of the lengths: a guess at last, of others the simplest."""
+    """Returns what a number is of one of the extents: a guess at last, of others the simplest."""
     found: list[tuple[bool, float, NumberOfLength]] = []
-    for k in range(len(next(iter(numbers)))):
-        by_length: dict[int, Any] = {}
-        for lengths, x in numbers.items():
-            if _bits(by_length.setdefault(lengths[k], x)) != _bits(x):
+    pairs = [(extents_of(lengths), x) for lengths, x in numbers.items()]
+    for k in range(len(pairs[0][0])):
+        by_extent: dict[int, Any] = {}
+        for extents, x in pairs:
+            if _bits(by_extent.setdefault(extents[k], x)) != _bits(x):
                 break
         else:
-            if (number := number_of_length(by_length)) is not None:
+            if (number := number_of_length(by_extent)) is not None:
                 size = float(sum(map(abs, number.coefficients)))
-                found.append((len(by_length) == 1, size, number._replace(list=k)))
+                found.append((len(by_extent) == 1, size, number._replace(extent=k)))
     return min(found, key=lambda x: x[:2])[-1] if found else None
 
 
@@ -243,8 +259,7 @@ class PaddedOperation:
         lengths: Sequence[AxisSize],
     ):
         self._operation = operation
-        extents = [x.at(lengths[x.list]) for x in numbers]
-        params = joined(operation.params, iter(extents))
+        params = joined(operation.params, iter([x.at(lengths) for x in numbers]))
         avals = [
             x if rows is None or of is None else _of_all(x, rows, lengths[of])
             for x, rows, of in zip(operands, operation.rows, operation.lists, strict=True)

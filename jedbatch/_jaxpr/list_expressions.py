@@ -87,7 +87,6 @@ class Expressions:
         self.key_of = key_of
         self.all: list[Expression] = []
         self._keys: list[Hashable] = []
-        self._firsts: dict[tuple[int, int], bool] = {}
         self._ids: dict[Hashable, int] = {}
         self._made: dict[Hashable, list[int]] = {}
 
@@ -161,40 +160,55 @@ class Expressions:
             facts["repeated"] = args[0], tuple(params["broadcast_dimensions"])
         return self.operation((primitive, self.key_of(params)), run, args, **facts)[0]
 
-    def is_of_one(self, single: int, rolled: int) -> bool:
-        """Returns whether an expression is what another one says of lists of one element.
+    def are_of_one(
+        self, singles: Sequence[int], rolled: Sequence[int], numbers: NumbersOfLength
+    ) -> bool:
+        """Returns whether expressions are what others say of lists of one element.
 
         Args:
-          single: the id of an expression of the first element, without reductions.
-          rolled: the id of an expression of lists of any length.
+          singles: the ids of expressions of the first element, without reductions.
+          rolled: the ids of expressions of lists of any length.
+          numbers: of the latter, those that depend on lengths.
         """
-        pair = single, rolled
-        if pair not in self._firsts:
-            self._firsts[pair] = single == rolled or self._is_of_one(single, rolled)
-        return self._firsts[pair]
+        known: dict[tuple[int, int], bool] = {}
 
-    def _is_of_one(self, single: int, rolled: int) -> bool:
+        def is_of_one(single: int, rolled: int) -> bool:
+            pair = single, rolled
+            if pair not in known:
+                known[pair] = single == rolled or self._is_of_one(pair, numbers, is_of_one)
+            return known[pair]
+
+        return all(map(is_of_one, singles, rolled))
+
+    def _is_of_one(
+        self,
+        pair: tuple[int, int],
+        numbers: NumbersOfLength,
+        is_of_one: Callable[[int, int], bool],
+    ) -> bool:
+        single, rolled = pair
         x, y = self.all[single], self.all[rolled]
+        if x.reduction is not None and x.reduction == y.reduction:
+            return all(is_of_one(*both) for both in zip(x.args, y.args, strict=True))
         if y.reduction is not None:
             element, *base = y.args
             if y.alone is not None:
-                return self.is_of_one(single, y.alone)
+                return is_of_one(single, y.alone)
             if not base:
-                return self.is_of_one(single, element)
+                return is_of_one(single, element)
             return x.joins == y.reduction[0] and any(
-                self.is_of_one(first, *base) and self.is_of_one(second, element)
+                is_of_one(first, *base) and is_of_one(second, element)
                 for first, second in (x.args, x.args[::-1])
             )
         if y.given is not None:
-            is_number = y.given[0] in LENGTHS and not (x.args or x.given or x.shape)
+            is_number = y.given[0] in (*LENGTHS, "number") and not (x.args or x.given or x.shape)
             if not is_number or x.dtype != y.dtype or x.run is None:
                 return False
-            ones = [np.asarray(1, y.dtype)] * (y.given[-1] + 1)
-            expected = _number(y.given, ones, y.dtype)
-            return bool(x.value_of(x.run()) == expected)
+            ones = [np.asarray(1, y.dtype)] * len(numbers.least)
+            return bool(x.value_of(x.run()) == _given(rolled, y, {}, ones, numbers))
         if (x.shape, x.dtype, self._keys[single]) != (y.shape, y.dtype, self._keys[rolled]):
             return False
-        return all(self.is_of_one(*pair) for pair in zip(x.args, y.args, strict=True))
+        return all(is_of_one(*both) for both in zip(x.args, y.args, strict=True))
 
     def parts(self, results: Sequence[int], known: Sequence[int] = ()) -> list[int]:
         """The ids of the values of elements that results read, if some expressions are known.
@@ -443,8 +457,9 @@ def _given(
         return inputs[k]
     if kind == "number":
         (number,) = numbers.of[index]
-        length, is_fixed = lengths[number.list], len(number.coefficients) == 1
-        return jnp.asarray(number.at(length if is_fixed else length.astype(x.dtype)), x.dtype)
+        if len(number.coefficients) == 1:
+            return jnp.asarray(number.of(0), x.dtype)
+        return jnp.asarray(number.at([n.astype(x.dtype) for n in lengths]), x.dtype)
     return _number(x.given, lengths, x.dtype)
 
 

@@ -15,11 +15,12 @@ elements; and any other operation on such arrays, as far as programs of other le
 differ in numbers that are polynomials of the length (see `list_arrays`). All else, such as elements
 that meet each other by themselves, raises `CannotRollError`. A program
 of one element has no reductions to be seen; whether it is what a rolled one does with one element
-is found out by comparing the two (`list_expressions.Expressions.is_of_one`).
+is found out by comparing the two (`list_expressions.Expressions.are_of_one`).
 """
 
 import contextlib
 import itertools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -84,6 +85,7 @@ class Roller:
         self.expressions = expressions
         self.lengths = tuple(lengths)
         self.counts = counts
+        self._extents = {*lengths, sum(lengths), math.prod(lengths)}
         self.each: set[int] = set()  # rows of elements that are put together
         self.numbers: dict[int, Numbers] = {}  # that programs may differ in, by expressions
         self._num_operations = 0  # on arrays of all elements
@@ -249,7 +251,7 @@ class Roller:
                 return self._stacked(eqn, values)
         if kinds & {StackedElements, Whole} and not positions:
             return self._on_arrays(eqn, values)
-        if self.counts and not positions and any(_makes_length(eqn, n) for n in self.lengths):
+        if self.counts and not positions and any(_makes_length(eqn, n) for n in self._extents):
             return self._on_arrays(eqn, values)
         if StackedElements in kinds:
             raise CannotRollError(f"`{name}` of one element and all")
@@ -257,11 +259,16 @@ class Roller:
             raise CannotRollError(f"`{name}` of several elements")
         if positions and inner_programs(eqn) and known_function(eqn) is None:
             raise CannotRollError(f"`{name}` of an element, which runs a program")
-        pairs = zip(eqn.invars, values, strict=True)
+        pairs = list(zip(eqn.invars, values, strict=True))
         if any(
             isinstance(x, Whole) and v.aval.shape != self._expression(x).shape for v, x in pairs
         ):
             raise CannotRollError(f"`{name}` of an element and an array of all")
+        if self.counts and not positions:
+            values = [
+                self._number(x) if _is_number(x) and self._is_constant(value) else value
+                for x, value in pairs
+            ]
         made = self._on_values(eqn, values)
         return [Element(i, *positions) if positions else Single(i) for i in made]
 
@@ -281,7 +288,7 @@ class Roller:
             return self.expressions.operation(function, lambda value: [function(value)], ids)
         jaxpr = self.jaxpr
         sources = [self.expressions.all[i].given or ("",) for i in ids]
-        has_length = any(source[0] in LENGTHS for source in sources)
+        has_length = any(source[0] in (*LENGTHS, "number") for source in sources)
 
         def run(*given: Array) -> list[Array]:
             if has_length:  # in place of a literal
@@ -506,12 +513,10 @@ class Roller:
         name, axis = eqn.primitive.name, self._picked.get(id(eqn))
         if axis is not None and isinstance(values[0], Whole):
             return [self._row_of_array(eqn, values[0], axis)]
-        operands: list[Any] = []
-        for atom, value in zip(eqn.invars, values, strict=True):
-            is_number = isinstance(atom, Literal) and not np.shape(atom.val)
-            if is_number and atom.aval.dtype.kind in "iuf":
-                value = self._number(np.asarray(atom.val, atom.aval.dtype)[()])
-            operands.append(value)
+        operands = [
+            self._number(x) if _is_number(x) else value
+            for x, value in zip(eqn.invars, values, strict=True)
+        ]
         types = [v.aval for v in eqn.outvars]
         function = known_function(eqn)
         if function is not None:
@@ -559,12 +564,18 @@ class Roller:
         self.numbers.update(dict.fromkeys(made, numbers))
         return [Whole(i) for i in made]
 
-    def _number(self, number: Any) -> Single:
+    def _number(self, literal: Any) -> Single:
         """A number in which programs of other lengths may differ."""
+        number = np.asarray(literal.val, literal.aval.dtype)[()]
         made = self.expressions.given((), number.dtype, "number", self._num_operations)
         self._num_operations += 1
         self.numbers[made] = (number,)
         return Single(made)
+
+    def _is_constant(self, x: Any) -> bool:
+        """Returns whether a value is a constant, and no length."""
+        expression = self._expression(x)
+        return expression.given is None and not expression.args
 
     def _row_of_array(self, eqn: Equation, array: Whole, axis: int) -> Element:
         """The row of one element, of an array of a row for each."""
@@ -716,6 +727,10 @@ def _makes_length(eqn: Equation, length: int) -> bool:
         return False
     made = sum(v.aval.shape.count(length) for v in eqn.outvars)
     return made > sum(x.aval.shape.count(length) for x in eqn.invars)
+
+
+def _is_number(atom: Any) -> bool:
+    return isinstance(atom, Literal) and not np.shape(atom.val) and atom.aval.dtype.kind in "iuf"  # type: ignore[attr-defined]
 
 
 def _picked_rows(equations: Sequence[Equation]) -> dict[int, int]:

@@ -13,7 +13,7 @@ from cases.helpers import assert_close, check, compilations, mostly_slow
 
 import jedbatch
 from jedbatch._jaxpr.interpret import inlined
-from jedbatch._jaxpr.list_arrays import number_of_length, numbers_of_length
+from jedbatch._jaxpr.list_arrays import numbers_of_length
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.identity.primitives import Keys
@@ -187,9 +187,10 @@ NUMBERS_OF_LENGTH = {
     "one by it": lambda n: np.float32(1 / (n * n)),
     "infinity": lambda n: np.float32(-np.inf),
     "not a number": lambda n: np.float32(np.nan),
+    "half": lambda n: n // 2 + 1,
+    "exactly half": lambda n: np.float32(n / 2),
 }
 OTHER_NUMBERS = {
-    "half": lambda n: n // 2,
     "a power": lambda n: 2**n,
     "a root": lambda n: np.float32(np.sqrt(n)),
     "by chance": lambda n: {3: 8}.get(n, n),
@@ -199,11 +200,36 @@ OTHER_NUMBERS = {
 @pytest.mark.parametrize("name", NUMBERS_OF_LENGTH | OTHER_NUMBERS)
 def test_numbers_that_follow_from_the_length(name):
     number = (NUMBERS_OF_LENGTH | OTHER_NUMBERS)[name]
-    known = number_of_length({n: number(n) for n in (2, 3, 5, 9)})
-    assert (known is not None) == (name in NUMBERS_OF_LENGTH)
-    if known is not None:
+    found = numbers_of_length({(n,): {0: (number(n),)} for n in (2, 3, 5, 9)})
+    assert (found is not None) == (name in NUMBERS_OF_LENGTH)
+    if found is not None:
         for n in (1, 4, 20, 1000):
-            np.testing.assert_allclose(float(known.at(n)), float(number(n)), rtol=1e-6)
+            (known,) = found.of[0]
+            np.testing.assert_allclose(float(known.at([n])), float(number(n)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("number", [lambda n, m: n + m - 1, lambda n, m: np.float32(n * m)])
+def test_numbers_that_follow_from_two_lengths(number):
+    pairs = [(2, 3), (4, 2), (2, 7), (5, 5), (3, 2)]
+    found = numbers_of_length({pair: {0: (number(*pair),)} for pair in pairs})
+    for pair in [(1, 1), (9, 30)]:
+        np.testing.assert_equal(float(found.of[0][0].at(pair)), float(number(*pair)))
+
+
+def test_numbers_in_cells_that_follow_from_the_length():
+    """Divisors, the element in the middle, and rows of a table are of one type for all lengths."""
+
+    @jedbatch.cell
+    def node(w, states):
+        n, rows = len(states), jnp.stack(states)
+        scores = rows[: n // 2].max(0) + rows[n // 2] / (n + 1)
+        return jnp.tanh(scores @ w) + sum(states) / n**2 - rows.sum(0) * (n / 2)
+
+    fn = lambda w, count: node(w, [w[0] * (k + 1.0) for k in range(count)])  # noqa: E731
+    batched, counts = jedbatch.batch(fn), [2, 3, 4, 5, 6, 7, 8, 9, 13]
+    assert_close(batched(W, counts), jnp.stack([fn(W, n) for n in counts]), rtol=1e-5)
+    graph = batched.plan(W, counts).graph
+    assert sum(graph.types[t].name == "node" for t in graph.present_types) <= 4
 
 
 @pytest.mark.parametrize("cell", mostly_slow(ALIKE, "child_sum", "end_to_end", "by_table"))
@@ -248,13 +274,14 @@ def test_programs_of_lists_are_rolled_up(cell):
 def test_lists_that_are_only_summed():
     """Of these the program takes the sum, but not where an element has another use."""
     expressions = Expressions(Keys().params_key)
-    only = {cell: rolled(expressions, cell, 3, counts=True) for cell in (looked_up, child_sum)}
+    numbers = {}
+    only = {cell: rolled(expressions, cell, 3, True, numbers) for cell in (child_sum, looked_up)}
     states = parts(expressions)
     leaves = {c: [expressions.is_only_summed(r, part) for part in states] for c, r in only.items()}
     assert leaves == {looked_up: [True, True], child_sum: [False, False]}  # the other is not read
     (results,) = {only[looked_up]}
     whole, of_sum = (
-        expressions.program(results, inputs=[0, 1], summed=[s, False], capacity=4, parts=states)
+        expressions.program(results, [0, 1], [s, False], 4, states, numbers_of_length(numbers))
         for s in (False, True)
     )
     x, *h = jnp.asarray(np.random.default_rng(0).normal(size=(5, 2)), jnp.float32)
@@ -282,13 +309,15 @@ def test_operations_with_many_results_run_once():
 def test_programs_of_one_element_are_recognized(cell):
     """They have no reductions; what is said of longer lists is what they do, and of others not."""
     expressions = Expressions(Keys().params_key)
-    several = rolled(expressions, cell, 3, counts=True)
+    of_several = {}
+    several, _ = (rolled(expressions, cell, n, True, of_several) for n in (3, 4))
+    numbers = numbers_of_length(of_several)
     one = rolled(expressions, cell, 1, counts=False)
-    assert all(map(expressions.is_of_one, one, several))
+    assert expressions.are_of_one(one, several, numbers)
     for other in ALIKE:
         if other is not cell:
             others = rolled(expressions, other, 1, counts=False)
-            assert not all(map(expressions.is_of_one, others, several))
+            assert not expressions.are_of_one(others, several, numbers)
 
 
 @pytest.mark.parametrize("cell", UNLIKE)

@@ -51,11 +51,28 @@ def scans(p, a, b):
     return jax.lax.scan(step, jax.lax.scan(step, jnp.zeros(4), jnp.stack(a))[0], jnp.stack(b))[0]
 
 
+def both_lengths(p, a, b):
+    """Numbers that follow from both lengths."""
+    rows = jnp.concatenate([jnp.stack(a), jnp.stack(b)]) + p["e"][: len(a) + len(b)]
+    pairs = (jnp.stack(a)[:, None] * jnp.stack(b)[None]).reshape(len(a) * len(b), 4)
+    return rows.mean(0) + pairs.max(0) + (sum(a) + sum(b)) / (len(a) + len(b))
+
+
 def three(p, a, b, c):
     return (jnp.stack(a) @ p["w"] @ jnp.stack(b).T).max(1).mean() * sum(c)
 
 
-CELLS = [sums, means, attention, among_each, positions, end_to_end, scans, three]
+CELLS = [
+    sums,
+    means,
+    attention,
+    among_each,
+    positions,
+    end_to_end,
+    scans,
+    both_lengths,
+    three,
+]
 
 
 def instances(rng, num_lists, count=8, most=9):
@@ -75,7 +92,7 @@ def of_lists(fn):
     return model
 
 
-@pytest.mark.parametrize("fn", mostly_slow(CELLS, "sums", "attention"))
+@pytest.mark.parametrize("fn", mostly_slow(CELLS, "sums", "both_lengths"))
 def test_lists_of_any_lengths_share_types(fn):
     model, rng = of_lists(fn), np.random.default_rng(0)
     batched, known = jedbatch.batch(model), []

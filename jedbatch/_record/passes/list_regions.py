@@ -159,7 +159,7 @@ class RecordedNodes:
         rank = np.arange(len(kept))
         value = list(range(graph.num_values))
         first_row: dict[int, int] = {}  # the first row of values whose rows are results
-        unread = self._unread_stacks([unit for unit in order if isinstance(unit, ListRegion)])
+        unread = self.unread_stacks([unit for unit in order if isinstance(unit, ListRegion)])
         num_values = graph.num_values
         new_rows = _NewRows(self)
         anchor: list[int] = []
@@ -203,17 +203,17 @@ class RecordedNodes:
         )
         return with_inputs(rewrite(graph, change, self.registry.types), new_rows.added)
 
-    def _unread_stacks(self, regions: Sequence[ListRegion]) -> set[int]:
-        """Returns the stacks that nobody reads as a whole: regions read their elements."""
-        readers: dict[int, set[int]] = {}
+    def unread_stacks(self, regions: Sequence[ListRegion]) -> set[int]:
+        """Returns the stacks that nobody reads as a whole, but for regions that read elements."""
+        readers: dict[int, set[int]] = {n: set() for n in self.stacks}
         for region in regions:
             for stack in region.stacks:
-                readers.setdefault(stack, set()).update(region.nodes)
+                readers[stack].update(region.nodes)
         return {
             n
             for n, own in readers.items()
             if (value := self.start[n]) not in self.returned
-            and all(r in own or self._picks_element(r) for r in self.readers[value])
+            and all(r in own or self._picks_element(r) for r in self.readers.get(value, ()))
         }
 
     def _picks_element(self, node: int) -> bool:

@@ -215,7 +215,7 @@ class _Merging(RecordedNodes):
         self.lists = lists
 
     def regions_merged(self) -> Graph | None:
-        """Returns the nodes, with those of a region as one; None if there is no region."""
+        """Returns the nodes, with those of a region as one; None if they stay as they are."""
         order: list[int | ListRegion] = []
         places: list[int] = []
         for a, b in itertools.pairwise(self.graph.node_ptr.tolist()):
@@ -223,7 +223,7 @@ class _Merging(RecordedNodes):
             uses = find_uses(self, range(first, b), self._on_lists(first, b))
             order += self.ordered(a, b, self._regions(uses))
             places += range(a, a + len(order) - len(places))
-        if not any(isinstance(unit, ListRegion) for unit in order):
+        if not any(isinstance(unit, ListRegion) for unit in order) and not self.unread_stacks(()):
             return None
         return self.merged(order, places)
 

@@ -144,20 +144,26 @@ class CellCalls:
         for t in self.lists.keys() - self.rolled.keys():
             if varying := self._varying(t):  # lists of others may vary yet
                 self.rolled[t] = self._rolled(t, node_types[t], varying)
-        alike: dict[Hashable, list[Rolled]] = {}
         types = [r for r in self.rolled.values() if r is not None]
-        for counts in (False, True):  # numbers that are the length by accident come first
-            by_key: dict[Hashable, list[Rolled]] = {}
-            for r in types:
-                if r.keys[counts] is not None and r.keys[counts] not in self._refused:
-                    by_key.setdefault(r.keys[counts], []).append(r)
-            for key, same in by_key.items():
-                lengths = {r.lengths for r in same}
-                long = max(map(max, lengths)) > LONG
-                few = not ((many or long) and len(lengths) > 1) and not (counts and long)
-                if not few and (fitting := self._fitting(key, same, counts)):
-                    alike[key] = fitting
-            types = [r for r in types if r.keys[counts] not in alike]
+        groups: dict[tuple[Hashable, bool], list[Rolled]] = {}
+        for r, counts in itertools.product(types, (False, True)):
+            if r.keys[counts] is not None and r.keys[counts] not in self._refused:
+                groups.setdefault((r.keys[counts], counts), []).append(r)
+        alike: dict[Hashable, list[Rolled]] = {}
+        taken: set[int] = set()
+        # Those of most lengths first: others have numbers that are equal, or a length, by accident.
+        by_lengths = sorted(
+            groups.items(), key=lambda x: (-len({r.lengths for r in x[1]}), x[0][1])
+        )
+        for (key, counts), group in by_lengths:
+            same = [r for r in group if r.node_type not in taken]
+            lengths = {r.lengths for r in same}
+            long = max(map(max, lengths), default=0) > LONG
+            few = not ((many or long) and len(lengths) > 1) and not (counts and long)
+            if same and not few and (fitting := self._fitting(key, same, counts)):
+                alike[key] = fitting
+                taken.update(r.node_type for r in fitting)
+        types = [r for r in types if r.node_type not in taken]
         for r in types:
             if set(r.lengths) == {1}:
                 for key, same in alike.items():
@@ -192,7 +198,7 @@ class CellCalls:
         known = self._numbers[key]
         if own[1:] != key[1:] or (numbers and not known.agree(single.lengths, numbers)):
             return False
-        return all(map(self._expressions.is_of_one, own[0], key[0]))
+        return self._expressions.are_of_one(own[0], key[0], known)
 
     def _find_together(self) -> tuple[frozenset[tuple], ...]:
         """Returns which arguments are lists that are long, or of which other lengths were met.
