@@ -65,7 +65,8 @@ class Degeneracy:
 
     @property
     def _has_many_arities(self) -> bool:
-        return len({len(t.operands) for t in self.types.values()}) > len(self.types) // 2
+        arities = {len(t.operands) for t in self.types.values()}
+        return len(arities) > 2 and len(arities) ** 2 > len(self.types)  # maybe of two lists
 
     @property
     def difference(self) -> tuple[str, str]:
@@ -76,7 +77,8 @@ class Degeneracy:
             return (
                 f"how many operands they have ({min(arities)} to {max(arities)})",
                 "Put what is done with a list into a cell that is given its elements, "
-                "`jedbatch.cell(lambda params, *elements: ...)`, of which all lengths share types; "
+                "`jedbatch.cell(lambda params, *elements: ...)`, of which all lengths share types "
+                "if JAX computes what follows from the length (`jnp.sqrt(n)`, not `np.sqrt(n)`); "
                 "or fold the list by a cell of two operands, or pad it to a few lengths",
             )
         if len(kinds) > len(self.types) // 2:

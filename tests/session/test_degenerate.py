@@ -91,14 +91,15 @@ def test_it_comes_before_compiling_and_may_be_an_error():
     np.testing.assert_allclose(batched(W, few), [float(W) ** n for n in few], rtol=1e-5)
 
 
-def test_types_that_grow_from_minibatch_to_minibatch():
+@pytest.mark.parametrize("new", [2, 7])
+def test_types_that_grow_from_minibatch_to_minibatch(new):
     batched = jedbatch.batch(concatenates)
-    for first in range(2, 37, 7):
-        batched.plan(W, list(range(first, first + 7)))
+    for first in range(2, 2 + 5 * new, new):
+        batched.plan(W, list(range(first, first + new)))
     with pytest.warns(GrowingTypesWarning, match="6 minibatches in a row") as warned:
-        batched.plan(W, list(range(37, 44)))
+        batched.plan(W, list(range(2 + 5 * new, 2 + 6 * new)))
     assert len(warned) == 1
-    batched.plan(W, list(range(44, 51)))
+    batched.plan(W, list(range(2 + 6 * new, 2 + 7 * new)))
 
 
 def test_lengths_that_are_new_in_each_minibatch():
@@ -128,6 +129,19 @@ def test_many_lengths_are_warned_of_before_they_are_compiled():
     jedbatch.batch(fn).plan(W, arrays[1:])
     with pytest.warns(GroupedByShapesWarning, match=r"of 8 lengths.*`x\.shape\[0\]` in place"):
         jedbatch.batch(fn).plan(W, arrays)
+
+
+def test_lists_of_two_lengths_are_not_said_to_close_over_things():
+    @jedbatch.cell
+    def norms(w, a, b):
+        return w * (sum(a) / np.sqrt(len(a)) + sum(b) / np.sqrt(len(b)))
+
+    def fn(w, lengths):
+        return norms(w, *([w * k for k in range(n)] for n in lengths))
+
+    pairs = [(n, m) for n in range(1, 9) for m in range(1, 9)]
+    with pytest.warns(ManyTypesWarning, match=r"`norms`.* how many operands .*`jnp\.sqrt\(n\)`"):
+        jedbatch.batch(fn).plan(W, pairs)
 
 
 def test_very_many_types_of_some_nodes():

@@ -23,6 +23,7 @@ from jedbatch.errors import (
 )
 
 GROWING_PLANS = 6  # plans in a row with types that none before had,
+GROWING_TYPES = 8  # if there are more than these by then,
 GROUPED_PLANS = 3  # and so many where instances are grouped by equal shapes
 WARMING_UP = 3  # minibatches, in which calls are new
 MOST_SLOW = 0.2  # of the nodes that were recorded
@@ -72,9 +73,10 @@ def warn_if_degenerate(
             warned,
         )
         return
-    grows = new_in_a_row >= GROWING_PLANS and len(graph.types) > MAX_TYPES
+    grows = new_in_a_row >= GROWING_PLANS and len(graph.types) > GROWING_TYPES
     run = [t for t in range(len(graph.types)) if is_run(registry, t)] if grows else []
-    if len(run) > MAX_TYPES and GrowingTypesWarning not in warned and Degeneracy.of(graph) is None:
+    are_many = len(run) > GROWING_TYPES and Degeneracy.of(graph) is None
+    if are_many and GrowingTypesWarning not in warned:
         last = run[-1]
         at = f" ({lines[last]})" if last in lines else ""
         warn_once(
@@ -169,8 +171,7 @@ def warn_if_some_are_apart(registry: Registry, lengths: Lengths) -> None:
         warn_once(
             GroupedByShapesWarning,
             f"some instances of a minibatch run by themselves, with programs for their lengths: "
-            f"{lengths.apart}. Write that with operations that run for several lengths at once, or "
-            "pad arrays to a few lengths",
+            f"{lengths.apart}. {FOR_ALL_LENGTHS}",
             registry.warned,
         )
 
