@@ -83,10 +83,10 @@ Read in this order:
    they compute.
 44. `passes.coalesce`: Finding cells without marks: operations that always run together become one
    node.
-45. `passes.list_regions`: Nodes of a recording, and how some of them become one.
-46. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
+45. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
+46. `passes.list_regions`: Nodes of a recording, and how some of them become one.
+47. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
    and again.
-47. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
 48. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
    read the elements.
 49. `passes.readout`: Read-outs: what instances do after their last cell becomes one node.
