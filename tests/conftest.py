@@ -145,9 +145,11 @@ MOST_MAPPINGS = (
 def _enough_mappings():
     """Lets go what earlier modules compiled before XLA finds no memory to map, and crashes.
 
-    Nothing is frozen here: while it traces a cell the package does so itself. Where others have, it
-    counts what they froze for each cell, a tenth of a second where there are a million objects.
+    Nothing stays frozen here: while it traces a cell the package does so itself. Where others have,
+    as a server does, it counts what they froze for each cell, a tenth of a second where there are a
+    million objects.
     """
+    gc.unfreeze()
     if mappings() > MOST_MAPPINGS:
         jax.clear_caches()
         gc.collect()
