@@ -170,6 +170,19 @@ def x64():
         yield
 
 
+@pytest.fixture
+def older_frozen(monkeypatch):
+    """Freezes the objects that there are, for a test that collects garbage or lists objects.
+
+    Of millions that other tests have left it takes a second each time. See `_enough_mappings` why
+    the package is not to count them.
+    """
+    gc.freeze()
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: 1_000_000)
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(params=["calls", "XLA"])
 def maker(request, monkeypatch):
     """By which of the two programs on CPUs do what the compiled core can do."""

@@ -296,6 +296,7 @@ def test_without_decisions_there_is_one_round():
     assert [r.instances for r in batched.last_rounds] == [0]
 
 
+@pytest.mark.usefixtures("older_frozen")
 def test_a_call_leaves_nothing_to_the_collector():
     """All that was recorded is freed with the call: nothing of it refers to itself."""
     step = cell(lambda w, h: (jnp.tanh(w @ h), jnp.abs(h).sum() < 0.5))
@@ -334,6 +335,7 @@ def greenlets():
     return len([x for x in found if x is not greenlet.getcurrent()])
 
 
+@pytest.mark.usefixtures("older_frozen")
 def test_an_error_names_its_instance_and_leaves_nothing_behind():
     step = cell(lambda w, h: jnp.tanh(w @ h))
 
@@ -359,6 +361,7 @@ def test_an_error_names_its_instance_and_leaves_nothing_behind():
     assert greenlets() == before
 
 
+@pytest.mark.usefixtures("older_frozen")
 def test_an_error_before_anything_is_read():
     def fn(w, n):
         if n == 2:

@@ -311,6 +311,7 @@ def test_errors_pass_and_what_is_read_is_let_go(cell):
         fn(P, 1.0)
 
 
+@pytest.mark.usefixtures("older_frozen")
 @pytest.mark.parametrize("ends", ["well", "by an error", "after rounds"])
 def test_no_recorder_outlives_its_recording(cell, monkeypatch, ends):
     """The collector does not follow symbols of the compiled core; no circle goes through one."""
@@ -349,6 +350,7 @@ def test_no_recorder_outlives_its_recording(cell, monkeypatch, ends):
     assert [ref() for ref in made] == [None] * len(made)
 
 
+@pytest.mark.usefixtures("older_frozen")
 @pytest.mark.parametrize("has_rounds", [False, True])
 def test_symbols_kept_where_cells_reach_them_are_collected(cell, has_rounds):
     """All that was recorded is let go with the batched function, though symbols escaped."""

@@ -171,6 +171,7 @@ def test_a_type_is_whole_once_all_its_operands_recur():
         close(batched(PARAMS, trees), jnp.stack(loop(pairs, PARAMS, trees)))
 
 
+@pytest.mark.usefixtures("older_frozen")
 def test_cut_graphs_are_forgotten_with_instances():
     def alive():
         gc.collect()

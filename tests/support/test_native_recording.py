@@ -288,6 +288,7 @@ def test_a_call_that_fails_leaves_nothing_behind(monkeypatch, error):
     assert_equal(*both(monkeypatch, plan))
 
 
+@pytest.mark.usefixtures("older_frozen")
 @compiled
 def test_recorders_are_released(monkeypatch):
     recorders = []
