@@ -5,6 +5,7 @@ of any order. And a cotangent that is 0 by chance has a derivative nevertheless.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -193,26 +194,27 @@ TARGETS = {
 }
 
 
-def losses(fn, name, target):
-    """Losses of a weight: by a plan, and by the loop."""
-    instances, read = graphs(), LOSSES[name]
+@functools.lru_cache(maxsize=4)  # cases of a function come one after the other
+def planned(fn, target="cpu"):
+    """(batched function, plan) of the graphs."""
     batched = jedbatch.batch(fn, out_axes=None, target=TARGETS[target])
-    plan = batched.plan(WEIGHT, instances)
-
-    def of_plan(weight):
-        return read(batched.apply(weight, plan))
-
-    def of_loop(weight):
-        return read([fn(weight, instance) for instance in instances])
-
-    return of_plan, of_loop
+    return batched, batched.plan(WEIGHT, graphs())
 
 
-def same(of_plan, of_loop, transform, *args):
-    """Both give the same under a transformation, and it is finite."""
-    expected = jax.jit(transform(of_loop))(*args)
+@functools.lru_cache(maxsize=8)
+def expected_of(fn, read, transform):
+    """A transformation of a loss of the weight, by the loop; it is finite."""
+    loss = lambda w: read([fn(w, own) for own in graphs()])  # noqa: E731
+    expected = jax.jit(transform(loss))(WEIGHT)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected))
-    assert_close(jax.jit(transform(of_plan))(*args), expected, 2e-4)
+    return expected
+
+
+def check_as_loop(fn, read, transform, target="cpu"):
+    """A plan gives the same under a transformation of a loss of the weight."""
+    batched, plan = planned(fn, target)
+    loss = lambda w: read(batched.apply(w, plan))  # noqa: E731
+    assert_close(jax.jit(transform(loss))(WEIGHT), expected_of(fn, read, transform), 2e-4)
 
 
 def pushed(loss):
@@ -228,14 +230,14 @@ def pulled(loss):
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("fn", mostly_slow(FUNCTIONS, "norm_of_edges", "loop_that_carries_two"))
 def test_unread_results_add_nothing_to_gradients(fn, target):
-    for name in LOSSES:
-        same(*losses(fn, name, target), jax.value_and_grad, WEIGHT)
+    for read in LOSSES.values():
+        check_as_loop(fn, read, jax.value_and_grad, target)
 
 
 @pytest.mark.parametrize("transform", [pushed, pulled, jax.hessian])
 @pytest.mark.parametrize("fn", mostly_slow(TWICE, "norm_of_edges"))
 def test_unread_results_add_nothing_to_second_derivatives(fn, transform):
-    same(*losses(fn, "several", "cpu"), transform, WEIGHT)
+    check_as_loop(fn, LOSSES["several"], transform)
 
 
 def loop_from_the_second_row(weight, graph):
@@ -269,25 +271,17 @@ def table_from_the_second_row(weight, graph):
     return (jax.lax.fori_loop(1, y.shape[0], step, y)[0] + y[0],)
 
 
+def graph_of_one_node(found):
+    return jnp.sum(found[1][0] ** 2)
+
+
 STEPS = [loop_from_the_second_row, scan_from_the_second_row, table_from_the_second_row]
 
 
 @pytest.mark.parametrize("transform", mostly_slow([jax.grad, pushed, pulled], "grad"))
 @pytest.mark.parametrize("fn", mostly_slow(STEPS, "scan_from_the_second_row"))
 def test_steps_that_are_none_add_nothing(fn, transform):
-    instances = graphs()
-    batched = jedbatch.batch(fn, out_axes=None)
-    plan = batched.plan(WEIGHT, instances)
-
-    def read(found):
-        return jnp.sum(found[1][0] ** 2)  # of the graph of one node
-
-    same(
-        lambda w: read(batched.apply(w, plan)),
-        lambda w: read([fn(w, own) for own in instances]),
-        transform,
-        WEIGHT,
-    )
+    check_as_loop(fn, graph_of_one_node, transform)
 
 
 def rows_cubed(weight, graph):
@@ -308,8 +302,7 @@ def twice_pushed(loss):
 @pytest.mark.parametrize("fn", mostly_slow([rows_cubed, sums_cubed], "sums_cubed"))
 def test_cotangents_that_are_zero_by_chance_have_derivatives(fn, target):
     instances, nothing = graphs(), np.zeros_like(WEIGHT)
-    batched = jedbatch.batch(fn, out_axes=None, target=TARGETS[target])
-    plan = batched.plan(WEIGHT, instances)
+    batched, plan = planned(fn, target)
     for power, transforms in ((2, (pushed, pulled)), (3, (twice_pushed,))):
 
         def read(found, power=power):
@@ -327,8 +320,7 @@ def test_cotangents_that_are_zero_by_chance_have_derivatives(fn, target):
 def test_gradients_of_many_losses_at_once(fn):
     """`jax.vmap` of gradients, of losses that read other results each."""
     instances = graphs()
-    batched = jedbatch.batch(fn, out_axes=None)
-    plan = batched.plan(WEIGHT, instances)
+    batched, plan = planned(fn)
     factors = np.eye(len(instances), dtype=np.float32)
 
     def slopes(run):
