@@ -403,10 +403,10 @@ def test_another_structure_of_params_is_another_program():
 
 def test_deep_recursion():
     """Recursion far beyond Python's limit, recorded, remembered and differentiated."""
-    depth = 50_000
-    tree = 1
-    for _ in range(depth):
-        tree = (tree, 2)
+
+    def chain(depth):
+        return functools.reduce(lambda tree, _: (tree, 2), range(depth), 1)
+
     step = jedbatch.cell(lambda p, h, x: h * p + x * 1e-4)
 
     def fn(p, t):
@@ -416,6 +416,9 @@ def test_deep_recursion():
 
     batched = jedbatch.batch(fn)
     p = jnp.float32(0.99)
+    num_nodes = batched.graph(p, [chain(50_000)]).node_type.size
+    assert num_nodes >= 50_000
+    tree = chain(10_000)
     fixed = 2e-4 / (1 - 0.99)
     assert_close(batched(p, [tree]), jnp.float32([fixed]), 1e-3)
     slope = jax.grad(lambda p: batched(p, [tree])[0])(p)
