@@ -361,12 +361,12 @@ def test_programs_of_single_instances_are_warned_of():
         assert all(issubclass(w.category, GroupedByShapesWarning) for w in warned)
         return [str(w.message) for w in warned]
 
-    few = [trees(seed, 3, least=3, most=9) for seed in range(4)]
+    few = [trees(seed, 3, least=3, most=6) for seed in range(4)]
     (text,) = warned_of(*few)
     assert "3 minibatches in a row needed programs that none before had" in text
     assert "an array of 2*n rows" in text
     assert not warned_of(*few[:2], *few[:2], *few[:1])
-    (text,) = warned_of(trees(0, 18, least=4, most=12))
+    (text,) = warned_of(trees(0, 13, least=3, most=8))
     assert re.match(r"\d+ instances of a minibatch need a program each", text)
 
 
