@@ -22,6 +22,7 @@ import pytest
 
 import jedbatch
 from jedbatch._record.cell import recording
+from jedbatch._record.identity import escapes
 from jedbatch._record.run import recorder, trace
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._support import native
@@ -386,7 +387,9 @@ def test_symbols_kept_where_cells_reach_them_are_collected(cell, has_rounds):
 
 
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen"])
-def test_tracing_collects_no_older_garbage(frozen):
+def test_tracing_collects_no_older_garbage(frozen, monkeypatch):
+    monkeypatch.setattr(escapes, "_frozen_until", 0.0)
+
     class Cycle:
         def __init__(self):
             self.itself = self

@@ -311,3 +311,61 @@ def test_elements_that_escape_say_so():
     assert len(kept[-1]) in (2, 3)
     with pytest.raises(jedbatch.errors.EscapedValueError, match="after its function was recorded"):
         kept[-1][0] + 1
+
+
+# --- tuples of numbers in lists ---
+
+
+def edges(seed, count=6):
+    random = np.random.default_rng(seed)
+    lengths = random.integers(1, 12, count)
+    return [[tuple(x) for x in random.integers(0, 20, (n, 2)).tolist()] for n in lengths]
+
+
+def messages(params, pairs):
+    source, target = jnp.asarray(pairs).T
+    sent = jnp.tanh(params["E"][source] @ params["W"])
+    return jnp.zeros_like(params["E"]).at[target].add(sent).max(0)
+
+
+def with_labels(params, pairs):
+    return sum((params["E"][word] * (label + 1) for word, label in pairs), jnp.zeros(D))
+
+
+def first_of_numpy(params, pairs):
+    return params["E"][np.array(pairs)[:, 0]].sum(0)
+
+
+def in_a_cell(params, pairs):
+    return jedbatch.cell(lambda params, x: params["E"][jnp.array(x)].sum((0, 1)))(params, pairs)
+
+
+def those_that_differ(params, pairs):
+    return params["E"][jnp.array([a for a, b in pairs if a != b] + [0])].sum(0)
+
+
+def test_lists_of_pairs_are_an_array():
+    batched = jedbatch.batch(messages)
+    check(messages, edges(0), batched=batched)
+    before = batched.compilations
+    for seed in (1, 2):
+        check(messages, edges(seed), batched=batched)
+    assert batched.compilations == before
+    assert len(batched.plan(PARAMS, edges(3)).graph.present_types) <= 1  # messages run packed
+
+
+@pytest.mark.parametrize("fn", [with_labels, first_of_numpy, in_a_cell, those_that_differ])
+def test_pairs_at_which_python_looks_are_numbers(fn):
+    batched = check(fn, edges(5, 4))
+    check(fn, edges(6, 4), batched=batched)
+
+
+def test_lists_of_tuples_that_are_as_long_by_accident():
+    """A document whose sentences are equally long is a document like others."""
+
+    def fn(params, document):
+        return sum(params["E"][jnp.array(words)].max(0) for words in document)
+
+    documents = [[(1, 2), (3, 4)], [(1, 2, 3), (4, 5)], [(6,)], [(7, 8, 9)] * 3]
+    batched = check(fn, documents)
+    check(fn, documents[::-1], batched=batched)

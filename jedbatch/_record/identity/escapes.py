@@ -8,6 +8,7 @@ to caches and to installed packages only is none.
 
 import contextlib
 import gc
+import time
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from jedbatch._support.types import Leaf
 CACHES = ("WeakrefLRUCache", "_lru_cache_wrapper")
 CONTAINERS = (list, dict, tuple, set)
 FROZEN_BY_PYTHON = 1000  # objects at most: 3.12 freezes some hundred as it starts
+COUNTED_FOR = 1.0  # seconds that objects are taken to stay frozen; counting looks at each
+_frozen_until = 0.0  # by `time.monotonic`
 
 
 @contextlib.contextmanager
@@ -30,7 +33,11 @@ def only_new_garbage() -> Iterator[None]:
     `jax.checking_leaks` collects all of Python's garbage up to once a trace, a tenth of a second
     where a program holds a million objects. What the caller has frozen stays frozen.
     """
-    if gc.get_freeze_count() > FROZEN_BY_PYTHON:
+    global _frozen_until
+    now = time.monotonic()
+    if now > _frozen_until and gc.get_freeze_count() > FROZEN_BY_PYTHON:
+        _frozen_until = now + COUNTED_FOR
+    if now <= _frozen_until:
         yield
         return
     gc.freeze()

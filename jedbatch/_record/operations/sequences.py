@@ -13,6 +13,9 @@ a tuple as before:
                                         length, and only programs are the same
     jnp.stack([f(w) for w in words])    computed from the array (see `_record.operations.stacking`)
 
+So is a list of tuples of so many numbers, such as the edges of a graph, an array `[n, k]`, if the
+function does nothing with it but make it an array.
+
 If an element is read in another way, if Python computes with one or looks something up by it, or if
 it goes to a cell, sequences at this place stay what they are. If the function asks for types or
 fails, all do.
@@ -78,7 +81,8 @@ class SequencesAtPlace:
         if not self.takes(len(numbers)):
             return None
         try:
-            array = np.array(numbers, array_type(numbers[0])[1])
+            first = numbers[0][0] if type(numbers[0]) is tuple else numbers[0]
+            array = np.array(numbers, array_type(first)[1])
         except OverflowError:
             return None
         if self.rows is not None and not -self.rows <= array.min() <= array.max() < self.rows:
@@ -95,8 +99,8 @@ class NumbersAsArray(NamedTuple):
     """A sequence of numbers, and the array that takes its place.
 
     Attributes:
-      numbers: a tuple or list of numbers of one class.
-      array: of these, [n].
+      numbers: a tuple or list of numbers of one class, or a list of tuples of k of them.
+      array: of these, [n] or [n, k].
       of_place: what is known of sequences at its place.
     """
 
@@ -167,9 +171,14 @@ class Elements(Operands):
         self.array, self.of_place = array, sequence.of_place
         self.length = len(sequence.numbers)
         self._recorder, self._leaf, self._rows = recorder, leaf, rows
-        self._kind = recorder.registry.value_type(*array_type(sequence.numbers[0]))
+        self._are_tuples = type(sequence.numbers[0]) is tuple
         self._row_of: dict[int, Value] = {}
-        self._numbers = [PythonNumber(recorder, self, k, x) for k, x in enumerate(sequence.numbers)]
+        self._numbers: list[Any] = [
+            tuple([PythonNumber(recorder, self, k, n) for n in x])
+            if self._are_tuples
+            else PythonNumber(recorder, self, k, x)
+            for k, x in enumerate(sequence.numbers)
+        ]
         kind: Any = ElementTuple if type(sequence.numbers) is tuple else ElementList
         self.given = kind(self._numbers)
         self.given.elements = self
@@ -184,11 +193,12 @@ class Elements(Operands):
 
     def read(self, number: PythonNumber) -> Array:
         """Returns what an operation of JAX reads, a row of the array."""
-        if recording.recorder is not self._recorder:  # but a cell
+        if recording.recorder is not self._recorder or self._are_tuples:  # but a cell
             self.refuse()
         k = number.step
         if k not in self._row_of:
-            self._row_of[k] = self._recorder.leaf_value(self._kind, self._leaf, (k,))
+            kind = self._recorder.registry.value_type(*array_type(self._numbers[k].value))
+            self._row_of[k] = self._recorder.leaf_value(kind, self._leaf, (k,))
             self._rows[self._row_of[k].index] = self, k
         return self._row_of[k]
 
@@ -197,7 +207,9 @@ class Elements(Operands):
         return self._numbers[k].value
 
     def note_seen(self) -> None:
-        """Notes that Python sees how long the sequence is."""
+        """Notes that Python sees how long the sequence is, or looks at tuples in it."""
+        if self._recorder.active and self._are_tuples:
+            self.refuse()
         if self._recorder.active and not self.of_place.are_seen:
             self.of_place.are_seen = True
             self.of_place.changed()
@@ -364,12 +376,11 @@ class Sequences:
             return done[id(x)][1]
         done[id(x)] = x, x
         found = _parts(x, place)
-        if place and _is_sequence(x):
-            of_place = self._places.get(place)
-            array = None if of_place is None else of_place.array(x)
-            if of_place is not None and array is not None:
-                sequences[id(array)] = NumbersAsArray(x, array, of_place)
-                done[id(x)] = x, array
+        of_place = self._places.get(place) if place and _is_sequence(x) else None
+        array = None if of_place is None else of_place.array(x)
+        if of_place is not None and array is not None:
+            sequences[id(array)] = NumbersAsArray(x, array, of_place)
+            done[id(x)] = x, array
         elif found is not None:
             pairs = zip(*found, strict=True)
             new = [self._replaced(part, where, sequences, done) for part, where in pairs]
@@ -380,11 +391,23 @@ class Sequences:
 
 
 def _is_sequence(x: Leaf) -> bool:
-    """Returns whether this is a tuple or list of numbers of one class."""
+    """Returns whether this is a tuple or list of numbers, or a list of tuples, of one class."""
     if (type(x) is not tuple and type(x) is not list) or not x:
         return False
     kind = type(x[0])
+    if kind is tuple:
+        return type(x) is list and _are_tuples(x)
     return issubclass(kind, NUMBERS) and all(type(k) is kind for k in x)
+
+
+def _are_tuples(x: list) -> bool:
+    """Returns whether the elements of a list are tuples of as many numbers of one class."""
+    first = x[0]
+    kind = type(first[0]) if first else tuple
+    return issubclass(kind, NUMBERS) and all(
+        type(row) is tuple and len(row) == len(first) and all(type(k) is kind for k in row)
+        for row in x
+    )
 
 
 def _parts(x: Leaf, place: Place) -> tuple[list[Leaf], list[Place]] | None:
@@ -408,5 +431,5 @@ def _sequences_in(instance: tuple) -> Iterator[tuple[Place, Sequence[Any]]]:
         seen[id(x)] = x
         if place and _is_sequence(x):
             yield place, x
-        elif (found := _parts(x, place)) is not None:
+        if (found := _parts(x, place)) is not None:
             left += zip(*found, strict=True)
