@@ -369,3 +369,22 @@ def test_lists_of_tuples_that_are_as_long_by_accident():
     documents = [[(1, 2), (3, 4)], [(1, 2, 3), (4, 5)], [(6,)], [(7, 8, 9)] * 3]
     batched = check(fn, documents)
     check(fn, documents[::-1], batched=batched)
+
+
+def test_pairs_beside_arrays_of_which_python_asks_the_length():
+    def fn(params, graph):
+        nodes = params["E"][graph["nodes"]] + params["E"][: len(graph["nodes"])]
+        source, target = jnp.array(graph["edges"]).T
+        return jnp.zeros_like(nodes).at[target].add(nodes[source]).max(0)
+
+    def graphs(seed):
+        random = np.random.default_rng(seed)
+        for n in random.integers(3, 12, 6).tolist():
+            pairs = [(i, int(random.integers(0, i))) for i in range(1, n)]
+            yield {"nodes": random.integers(0, 20, n), "edges": pairs}
+
+    batched = jedbatch.batch(fn)
+    for seed in range(3):
+        given = list(graphs(seed))
+        check(fn, given, batched=batched)
+    assert len(batched.plan(PARAMS, given).graph.present_types) <= 6

@@ -245,7 +245,9 @@ class Recorder(Trace):
         for leaf in rows:
             sequence = sequences.get(id(arrays[leaf]))
             shape, *kind = types[leaf]
-            row = array_type(sequence.numbers[0]) if sequence else (shape[1:], *kind)
+            row = shape[1:], *kind
+            if sequence and not row[0]:
+                row = array_type(sequence.numbers[0])
             number = self.registry.value_type(*row)
             values = [self.leaf_value(number, leaf, (k,)) for k in range(shape[0])]
             kind_of_sequence: Any = type(sequence.numbers) if sequence else ArrayRows
