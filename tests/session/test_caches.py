@@ -130,6 +130,7 @@ def test_what_is_made_anew_is_forgotten(fn):
     assert [kept(50), kept(100)] == [first, first]
 
 
+@pytest.mark.filterwarnings("ignore:6 minibatches in a row")
 def test_types_without_end_begin_again(monkeypatch):
     """Operations of ever other shapes: when too much was met, all of it is forgotten."""
     monkeypatch.setattr(_session, "MANY_ENTRIES", 60)

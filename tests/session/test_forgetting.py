@@ -32,6 +32,7 @@ def minibatch(*kinds):
     return [(i, kinds) for i in range(3)]
 
 
+@pytest.mark.filterwarnings("ignore:6 minibatches in a row")
 def test_types_of_every_minibatch_its_own():
     """Programs do not grow; going back to minibatches compiles nothing."""
     batched = jedbatch.batch(walk)
@@ -67,6 +68,7 @@ def test_alternating_minibatches_compile_once(monkeypatch):
     assert batched.compilations == before
 
 
+@pytest.mark.filterwarnings("ignore:6 minibatches in a row")
 def test_types_that_come_back_stay():
     """Few of many types in each minibatch: programs are made until one has all, then none."""
     batched = jedbatch.batch(walk)

@@ -496,8 +496,12 @@ def not_loaded(monkeypatch):
 
 
 def importing(monkeypatch, error):
+    load = importlib.import_module
+
     def import_module(name):
-        raise error
+        if name == native.MODULE:
+            raise error
+        return load(name)
 
     monkeypatch.setattr(importlib, "import_module", import_module)
 

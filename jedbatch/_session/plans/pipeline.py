@@ -185,7 +185,7 @@ def make_plan(
     session.note_types()
     shown = session.records.lengths.shown
     warn_if_degenerate(graph, session.registry, session.new_in_a_row, shown)
-    warn_if_many_lengths(minibatch.arrays, session.registry, shown)
+    warn_if_many_lengths(minibatch.arrays, graph, session.registry, shown)
     untiled = session.records.regions.tiles.apart if calls else None
     warn_if_programs_grow(calls, session.registry, session.regions_in_a_row, untiled)
     arranged, clock = arrange(minibatch, graph, returned, flags, brought, batches)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from jedbatch._graph.degeneracy import MAX_TYPES, Degeneracy
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.symbolic_dims import is_ragged, user_level
 from jedbatch._ragged.calls import RegionCalls
 from jedbatch._ragged.lengths import Lengths
@@ -177,18 +178,22 @@ def warn_if_some_are_apart(registry: Registry, lengths: Lengths) -> None:
 
 
 def warn_if_many_lengths(
-    arrays: Sequence[Sequence[Array]], registry: Registry, apart: str | None
+    arrays: Sequence[Sequence[Array]], graph: Graph, registry: Registry, apart: str | None
 ) -> None:
     """Warns of a minibatch with types for each of many lengths, before they are compiled.
 
     Args:
       arrays: of its instances.
+      graph: of it; rows that are read one by one share types.
       registry: notes the causes that have been warned of.
       apart: why instances are grouped by equal shapes; None if they are not.
     """
     if apart is None or GroupedByShapesWarning in registry.warned:
         return
-    many = max(map(len, _lengths(itertools.chain.from_iterable(arrays)).values()), default=0)
+    of_types = [x for t in graph.present_types for x in graph.types[t].operands]
+    read = _lengths(x for x in of_types if not is_ragged(x.shape))
+    given = _lengths(itertools.chain.from_iterable(arrays))
+    many = max((len(given[kind] & read.get(kind, set())) for kind in given), default=0)
     if many >= FEW_PROGRAMS:
         warn_once(
             GroupedByShapesWarning,
@@ -198,11 +203,11 @@ def warn_if_many_lengths(
         )
 
 
-def _lengths(arrays: Iterable[Array]) -> dict[tuple, set[int]]:
+def _lengths(arrays: Iterable[Array | ValueType]) -> dict[tuple, set[int]]:
     """Returns the lengths of arrays by their kinds, (shape without length, dtype)."""
     lengths: dict[tuple, set[int]] = {}
     for x in arrays:
-        if x.ndim:
+        if x.shape:
             lengths.setdefault((x.shape[1:], x.dtype), set()).add(x.shape[0])
     return lengths
 
