@@ -156,6 +156,8 @@ def status_of(url):
         return error.code
     except urllib.error.URLError as error:
         return type(error.reason)
+    except ConnectionError:  # it was accepted by the system alone, as the socket was closed
+        return ConnectionRefusedError
 
 
 def until(condition):
