@@ -81,8 +81,7 @@ class SequencesAtPlace:
         if not self.takes(len(numbers)):
             return None
         try:
-            first = numbers[0][0] if type(numbers[0]) is tuple else numbers[0]
-            array = np.array(numbers, array_type(first)[1])
+            array = np.array(numbers, array_type(_first_number(numbers))[1])
         except OverflowError:
             return None
         if self.rows is not None and not -self.rows <= array.min() <= array.max() < self.rows:
@@ -171,7 +170,9 @@ class Elements(Operands):
         self.array, self.of_place = array, sequence.of_place
         self.length = len(sequence.numbers)
         self._recorder, self._leaf, self._rows = recorder, leaf, rows
-        self._are_tuples = type(sequence.numbers[0]) is tuple
+        self._are_tuples = _are_tuples(sequence.numbers)
+        number = _first_number(sequence.numbers)
+        self._kind = recorder.registry.value_type(*array_type(number))
         self._row_of: dict[int, Value] = {}
         self._numbers: list[Any] = [
             tuple([PythonNumber(recorder, self, k, n) for n in x])
@@ -197,8 +198,7 @@ class Elements(Operands):
             self.refuse()
         k = number.step
         if k not in self._row_of:
-            kind = self._recorder.registry.value_type(*array_type(self._numbers[k].value))
-            self._row_of[k] = self._recorder.leaf_value(kind, self._leaf, (k,))
+            self._row_of[k] = self._recorder.leaf_value(self._kind, self._leaf, (k,))
             self._rows[self._row_of[k].index] = self, k
         return self._row_of[k]
 
@@ -375,13 +375,15 @@ class Sequences:
         if id(x) in done:
             return done[id(x)][1]
         done[id(x)] = x, x
-        found = _parts(x, place)
-        of_place = self._places.get(place) if place and _is_sequence(x) else None
+        is_sequence = bool(place) and _is_sequence(x)
+        of_place = self._places.get(place) if is_sequence else None
         array = None if of_place is None else of_place.array(x)
         if of_place is not None and array is not None:
             sequences[id(array)] = NumbersAsArray(x, array, of_place)
             done[id(x)] = x, array
-        elif found is not None:
+        elif is_sequence and not _are_tuples(x):
+            pass  # numbers have no parts
+        elif (found := _parts(x, place)) is not None:
             pairs = zip(*found, strict=True)
             new = [self._replaced(part, where, sequences, done) for part, where in pairs]
             if any(a is not b for a, b in zip(new, found[0], strict=True)):
@@ -394,20 +396,24 @@ def _is_sequence(x: Leaf) -> bool:
     """Returns whether this is a tuple or list of numbers, or a list of tuples, of one class."""
     if (type(x) is not tuple and type(x) is not list) or not x:
         return False
-    kind = type(x[0])
-    if kind is tuple:
-        return type(x) is list and _are_tuples(x)
-    return issubclass(kind, NUMBERS) and all(type(k) is kind for k in x)
-
-
-def _are_tuples(x: list) -> bool:
-    """Returns whether the elements of a list are tuples of as many numbers of one class."""
-    first = x[0]
-    kind = type(first[0]) if first else tuple
+    if not _are_tuples(x):
+        kind = type(x[0])
+        return issubclass(kind, NUMBERS) and all(type(k) is kind for k in x)
+    if type(x) is not list or not x[0]:
+        return False
+    kind, width = type(x[0][0]), len(x[0])
     return issubclass(kind, NUMBERS) and all(
-        type(row) is tuple and len(row) == len(first) and all(type(k) is kind for k in row)
-        for row in x
+        type(row) is tuple and len(row) == width and all(type(k) is kind for k in row) for row in x
     )
+
+
+def _are_tuples(x: Sequence[Any]) -> bool:
+    """Returns whether the elements of a sequence are tuples of numbers, and not numbers."""
+    return type(x[0]) is tuple
+
+
+def _first_number(x: Sequence[Any]) -> Any:
+    return x[0][0] if _are_tuples(x) else x[0]
 
 
 def _parts(x: Leaf, place: Place) -> tuple[list[Leaf], list[Place]] | None:
@@ -431,5 +437,7 @@ def _sequences_in(instance: tuple) -> Iterator[tuple[Place, Sequence[Any]]]:
         seen[id(x)] = x
         if place and _is_sequence(x):
             yield place, x
+            if not _are_tuples(x):
+                continue
         if (found := _parts(x, place)) is not None:
             left += zip(*found, strict=True)
