@@ -72,7 +72,7 @@ optimizer = optax.adam(0.02)
 
 
 def minibatches(index, count):
-    """What a process of several has of each minibatch, without end; no other elements are read."""
+    """The part of each minibatch of one of several processes, without end; it reads no other."""
     shuffled = grain.MapDataset.source(examples).seed(0).shuffle().repeat()
     return shuffled[index::count].batch(SIZE // count, batch_fn=list)
 

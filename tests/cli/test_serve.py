@@ -169,7 +169,7 @@ def until(condition):
 
 
 def test_it_listens_at_once_and_answers_all_before_it_ends(tmp_path):
-    """What is computed waits for files that this test makes."""
+    """The model waits for files that this test makes."""
     model = tmp_path / "waiting.py"
     model.write_text(WAITING)
     with served(model) as (process, url), concurrent.futures.ThreadPoolExecutor() as pool:

@@ -1,4 +1,4 @@
-"""What objects say of themselves."""
+"""Descriptions of public objects."""
 
 import jax.numpy as jnp
 import pytest
