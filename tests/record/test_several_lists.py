@@ -188,3 +188,19 @@ def test_lists_outside_of_cells(fn):
     squares = jax.grad(lambda p: jnp.square(batched(p, given)).sum())(P)
     expected = jax.grad(lambda p: jnp.square(loop(model, p, given)).sum())(P)
     assert_close(squares, expected, rtol=1e-4)
+
+
+def test_lists_given_by_keyword():
+    """Beside positional lists, and by themselves."""
+    mean = jedbatch.cell(lambda p, a, *, b: sum(a) / (len(a) + 1) + jnp.stack(b).max(0))
+    rows = jedbatch.cell(lambda p, *, scale, b: jnp.stack(b).mean(0) * scale)
+
+    def model(p, pair):
+        a, b = ([LEAF(p, word) for word in words] for words in pair)
+        return mean(p, a, b=b) + rows(p, scale=2.0, b=b)
+
+    rng, batched = np.random.default_rng(0), jedbatch.batch(model)
+    for _ in range(4):
+        given = instances(rng, 2)
+        assert_close(batched(P, given), loop(model, P, given), rtol=1e-4)
+    assert len(batched.plan(P, given).graph.present_types) <= 6

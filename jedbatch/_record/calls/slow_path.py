@@ -153,6 +153,7 @@ class PreparedCall(NamedTuple):
       by_attributes: whether that says nothing of which objects it holds.
       options: the keyword arguments, as part of the key.
       slots: the kind of each leaf of the arguments.
+      named: the keyword arguments that hold operands.
       holds_operands: whether operands are among what the function holds.
       asked: whether Python asked what numbers are that are operands, each time it was traced.
     """
@@ -165,6 +166,7 @@ class PreparedCall(NamedTuple):
     by_attributes: bool
     options: Hashable
     slots: list[Hashable]
+    named: dict[str, Any]
     holds_operands: bool
     asked: list[Asked]
 
@@ -234,7 +236,7 @@ def _prepared(
     key = ("cell", identity, options, tree_key(tree), tuple(slots))
     holds = bool(places)
     own = identity, by_attributes, options
-    return PreparedCall(key, call, tuple(shared), operands, *own, slots, holds, asked)
+    return PreparedCall(key, call, tuple(shared), operands, *own, slots, named, holds, asked)
 
 
 def cell_call_spec(
@@ -294,7 +296,8 @@ def cell_call_spec(
         recorder.registry.warn_if_many(fn.__code__, found.identity, f"cell `{cell.name}`")
     calls = found.identity, found.options
     is_operand = [slot == "value" for slot in found.slots]
-    recorder.registry.arities.note(calls, fn, args, is_operand, call_spec.node_type)
+    given = args, found.named
+    recorder.registry.arities.note(calls, fn, given, is_operand, call_spec.node_type)
     return call_spec, [v.index for v in found.operands]
 
 

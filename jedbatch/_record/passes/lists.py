@@ -145,7 +145,7 @@ class StackedLists:
         cell = ("lists", names, leaving, unstacked, len(lengths), len(others))
         slots = [True] * len(kinds)
         listed = unstacked.bit_count()
-        registry.arities.note(cell, _of_lists, args, slots, call_spec.node_type, listed)
+        registry.arities.note(cell, _of_lists, (args, {}), slots, call_spec.node_type, listed)
         return call_spec
 
     def _rolls(self, node_type: int, shared: int, lengths: Sequence[int], others: int) -> bool:

@@ -52,6 +52,8 @@ CAPACITIES_OF_SUMS = CAPACITIES[1:]  # where all lists are summed as they are re
 LONG = 64  # longer lists are rolled up as soon as they are met
 SUMMED = (np.dtype(np.float32), np.dtype(np.float64))  # lists of these are summed as they are read
 
+Given = tuple[tuple, dict[str, Any]]  # arguments by position, and by keyword
+
 
 class ListArgument(NamedTuple):
     """A list among the arguments of a call, which may be of any length.
@@ -116,14 +118,14 @@ class CellCalls:
         self._together: tuple[frozenset[tuple], ...] = ()  # arguments that are equally long
 
     def add(
-        self, node_type: int, of: NodeType, args: tuple, slots: Sequence[bool], listed: int
+        self, node_type: int, of: NodeType, given: Given, slots: Sequence[bool], listed: int
     ) -> tuple[Hashable, ...]:
         """Adds a type of calls, which has the id `node_type`.
 
         Returns the lengths of its lists, and which elements are weak where some are.
         """
         self.listed[node_type] = listed
-        self.lists[node_type] = lists = tuple(_lists(args, self.first_variable))
+        self.lists[node_type] = lists = tuple(_lists(given, self.first_variable, len(slots)))
         self.slots[node_type] = tuple(slots)
         return _weak_among_others(of, lists, slots), *(x.length for x in lists)
 
@@ -481,7 +483,7 @@ class Arities:
         self,
         cell: Hashable,
         fn: Callable,
-        args: tuple,
+        given: Given,
         slots: Sequence[bool],
         node_type: int,
         listed: int = 0,
@@ -491,9 +493,9 @@ class Arities:
         Args:
           cell: what calls of one function with one set of options have in common.
           fn: the function.
-          args: the arguments.
-          slots: for each leaf of the arguments, and of what `fn` closes over, whether it is an
-            operand.
+          given: the positional arguments, and those given by keyword that hold operands.
+          slots: for each leaf of the positional arguments, of what `fn` closes over, and of the
+            others, whether it is an operand.
           node_type: the id of the type.
           listed: how many lists, of one result for each element, its results begin with.
         """
@@ -502,7 +504,7 @@ class Arities:
             calls = self._cells[cell] = CellCalls(fn, self._key_of)
         if node_type in calls.lists:
             return
-        lengths = calls.add(node_type, self._node_types[node_type], args, slots, listed)
+        lengths = calls.add(node_type, self._node_types[node_type], given, slots, listed)
         self._makers.note(node_type, cell)
         few = self._assumptions.holds("lengths of lists", cell, lengths, MAX_ARITIES)
         if few and calls.longest <= LONG:
@@ -591,13 +593,23 @@ def _first_variable(fn: Callable) -> int | None:
     return kinds.index(variable) if variable in kinds else None
 
 
-def _lists(args: tuple, first_variable: int | None) -> Iterator[ListArgument]:
-    """Yields the lists and tuples of elements of one structure among arguments."""
+def _lists(given: Given, first_variable: int | None, num_leaves: int) -> Iterator[ListArgument]:
+    """Yields the lists and tuples of elements of one structure among arguments.
+
+    Args:
+      given: see `Arities.note`.
+      first_variable: the position of the first of `*args`; None if there are none.
+      num_leaves: of all that a call is given.
+    """
+    args, by_keyword = given
     named = args if first_variable is None else args[:first_variable]
     candidates: list[Any] = list(named)
     if first_variable is not None:
         candidates.append(args[first_variable:])
     yield from _lists_inside(enumerate(candidates), (), 0)
+    if by_keyword:  # the last leaves
+        first = num_leaves - len(flatten(by_keyword, "an argument")[0])
+        yield from _lists_inside(sorted(by_keyword.items()), (), first)
 
 
 def _lists_inside(
