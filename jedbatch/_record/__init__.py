@@ -89,7 +89,6 @@ Read in this order:
    and again.
 48. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
    read the elements.
-49. `passes.readout`: Read-outs: what instances do after their last cell becomes one node.
-50. `passes.projections`: Input projections: products of a cell that no recursion waits for become
+49. `passes.projections`: Input projections: products of a cell that no recursion waits for become
    nodes of their own.
 """

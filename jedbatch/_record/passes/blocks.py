@@ -96,15 +96,20 @@ class Blocks(NamedTuple):
         inside[inside] = maker[read[inside]] == reader[inside]
         outside = np.flatnonzero(~inside)
         # What merged blocks read from outside is an operand once; others keep their operands.
-        is_merged = (np.diff(first) > 1)[reader[outside]]
+        of_merged = np.flatnonzero((np.diff(first) > 1)[reader[outside]])
         span = len(self.maker) - int(read.min(initial=0)) + 1
-        code = np.where(is_merged, (1 + reader[outside]) * span + read[outside], -1 - outside)
-        _, where, same = np.unique(code, return_index=True, return_inverse=True)
-        where, place = np.unique(where, return_inverse=True)
+        code = reader[outside[of_merged]] * span + read[outside[of_merged]]
+        _, once, same = np.unique(code, return_index=True, return_inverse=True)
+        is_first = np.ones(len(outside), bool)
+        is_first[of_merged] = False
+        is_first[of_merged[once]] = True
+        place = is_first.cumsum() - 1
+        place[of_merged] = place[of_merged[once]][same]
+        where = np.flatnonzero(is_first)
         ptr = pointers(np.bincount(reader[outside[where]], minlength=len(first) - 1))
         reads = np.empty(len(read), np.int64)
         reads[inside] = slot[read[inside]]
-        reads[outside] = ptr[reader[outside]] - 1 - place[same]
+        reads[outside] = ptr[reader[outside]] - 1 - place
         kinds, of_first = self.kind[members], members[first[:-1]]
         parts = kinds[first[:-1]], ptr, read[outside[where]], self.instance[of_first], maker, slot
         return Merged(Blocks(*parts), kinds, first, reads, pointers(count)[first])

@@ -104,7 +104,7 @@ class Contraction(NamedTuple):
         And whether none that grows could run right after one that vanishes in another. What is
         `joined`, and `depth`, are as `joined` returns them.
         """
-        maker, _ = reads.edges(slice(None) if self.single else np.flatnonzero(joined))
+        maker, _ = reads.edges(joined)
         times = np.bincount(maker, minlength=len(blocks.kind))
         if (times[np.isin(blocks.kind, list(self.makers))] != 1).any():
             return False
@@ -233,15 +233,21 @@ class Coalescing:
         self._written: dict[tuple[Pattern, int], bytes | None] = {}  # None if numbers differ
         self._takes_ragged = False
 
+    def merge_beside_cells(self, graph: Graph) -> Graph:
+        """Merges if some nodes are calls of cells, or of regions of arrays of any length."""
+        types = [graph.types[t] for t in graph.present_types]
+        return self.merge(graph) if any(_is_cell(t) or self._is_packed(t) for t in types) else graph
+
     def merge(self, graph: Graph) -> Graph:
         """Returns a graph of instances with nodes merged."""
-        if not len(graph.node_type):
-            return graph
-        for t in set(graph.present_types) - self._names.keys():
+        present = set(graph.present_types)
+        for t in present - self._names.keys():
             node_type = graph.types[t]
             self._names[t] = f"{node_type.name}{node_type.shared}"
             if self._is_fixed(node_type):
                 self._fixed.add(t)
+        if present <= self._fixed:
+            return graph
         if len(self._start.number) > MAX_KINDS:
             self._forget()
         block = self._contracted(graph, learns=False)
@@ -285,14 +291,14 @@ class Coalescing:
         block = np.arange(len(blocks.kind))
         if not learns and not set(graph.present_types) <= stage.number.keys():
             return None
-        while True:
+        while learns or stage.step != NO_STEP:
             reads = blocks.reads()
             depth = reads.depth(len(blocks.kind))
             if learns:
                 self._learn(stage, blocks, reads, depth, graph.num_instances)
             step = stage.step
             if step == NO_STEP:
-                return block
+                break
             joined = step.joined(blocks, reads, depth)
             if not learns and not step.fits(blocks, reads, *joined):
                 return None
@@ -302,6 +308,7 @@ class Coalescing:
                 return None
             assert stage.then is not None
             stage = stage.then
+        return block
 
     def _learn(
         self,
@@ -339,6 +346,8 @@ class Coalescing:
 
     def _rewritten(self, graph: Graph, block: np.ndarray) -> Graph:
         """Returns a graph with a node for each block, given the block of each node."""
+        if block.max() + 1 == len(block):
+            return graph
         order = np.argsort(block, kind="stable")
         merged = Blocks.of(graph).merged(block)
         blocks, num_blocks = merged.blocks, len(merged.blocks.kind)
@@ -461,14 +470,18 @@ def num_kinds(blocks: Blocks) -> int:
 
 def has_cells(graph: Graph) -> bool:
     """Returns whether some nodes are calls of cells, maybe with room for longer lists."""
-    return any(_is_cell(operation_of(graph.types[t]).key) for t in graph.present_types)
+    return any(_is_cell(graph.types[t]) for t in graph.present_types)
 
 
-def _is_cell(key: Any) -> bool:
+def _is_cell(node_type: NodeType) -> bool:
+    return _calls_cell(operation_of(node_type).key)
+
+
+def _calls_cell(key: Any) -> bool:
     """Returns whether an operation is a cell, or made of one (see `list_cells`), by its key."""
     first = key[0] if isinstance(key, tuple) else key
     if type(first) is str and first not in (CELL, LISTS):
-        return any(_is_cell(part) for part in key[1:] if isinstance(part, tuple))
+        return any(_calls_cell(part) for part in key[1:] if isinstance(part, tuple))
     return first == CELL or (isinstance(first, tuple) and first[:1] == (CELL,))
 
 

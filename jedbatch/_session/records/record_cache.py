@@ -18,7 +18,6 @@ from jedbatch._record.operations.floats import Floats
 from jedbatch._record.operations.sequences import Sequences
 from jedbatch._record.passes.coalesce import Coalescing
 from jedbatch._record.passes.lists import StackedLists
-from jedbatch._record.passes.readout import Readouts
 from jedbatch._record.run.rows import CallsOfRows
 from jedbatch._record.types.registry import MAX_READ_STATES, Registry
 from jedbatch._session.options import Options
@@ -109,9 +108,8 @@ class RecordCache:
 
     Attributes:
       registry: types met so far.
-      readouts: merges what is done after the last cells; None if operations are kept apart.
       coalescing: merges what always runs together.
-      coalesces: whether it is to be merged.
+      coalesces: whether it is to be merged where there are no cells, too.
       lists: merges what is done with lists outside of cells; None if operations are kept apart.
       merging: says whether it is to be merged; None if that is decided.
       is_unmarked: whether the function calls no cells, as far as is known, unasked.
@@ -136,7 +134,7 @@ class RecordCache:
         self.coalesces = options.granularity == "auto"
         self.merging = Merging() if options.granularity is None else None
         self.is_unmarked = options.granularity is None
-        self.readouts = Readouts(registry) if options.granularity is None else None
+        self._beside_cells = options.granularity is None
         self.lists = StackedLists(registry) if options.granularity != "cell" else None
         self._limit = options.cache_size
         self._known: dict[int, Memories] = Memory(MAX_READ_STATES)
@@ -262,8 +260,8 @@ class RecordCache:
         passes: list[Callable[[Graph], Graph]] = [self.registry.pad]
         if coalesces:
             passes = [self.coalescing.merge, *passes]
-        elif self.readouts is not None:
-            passes = [*passes, self.readouts.merge]
+        elif self._beside_cells:
+            passes = [self.coalescing.merge_beside_cells, *passes]
         return passes if self.lists is None else [self.lists.merge, *passes]
 
     @property
