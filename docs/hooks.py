@@ -5,6 +5,8 @@
 - Sections of the README, where a page has `<!-- README: heading -->`.
 - Parts of scripts, where a page has `<!-- code: file heading -->`.
 - `llms.txt`, which lists the pages.
+
+The site's name has the version, and pages made of a file have a link to edit that.
 """
 
 import ast
@@ -12,7 +14,9 @@ import html
 import json
 import posixpath
 import re
+from importlib import metadata
 from pathlib import Path
+from urllib.parse import urljoin
 
 import latex2mathml.converter
 from mkdocs.structure.files import File
@@ -29,6 +33,8 @@ PAGES = {  # of files that have a page in the site, or are described on one
     "jedbatch/errors.py": "api/errors.md",
     "jedbatch/models/transformer.py": "api/models.md",
 }
+PAGES |= {f"notebooks/{x.name}": f"notebooks/{x.stem}.md" for x in ROOT.glob("notebooks/*.ipynb")}
+MADE_OF = {page: file for file, page in PAGES.items() if "." in file}  # a folder is not edited
 LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(#[^)\s]*)?\)")
 
 
@@ -37,7 +43,7 @@ def relinked(text: str, folder: str, page: str) -> str:
 
     def target(match: re.Match) -> str:
         path = posixpath.normpath(posixpath.join(folder, match[1]))
-        to = PAGES.get(path, path.removesuffix(".ipynb") + ".md" if path[-6:] == ".ipynb" else path)
+        to = PAGES.get(path, path)
         return f"]({posixpath.relpath(to, posixpath.dirname(page) or '.')}{match[2] or ''})"
 
     return LINK.sub(target, text)
@@ -70,7 +76,8 @@ def with_formulas(text: str) -> str:
     def drawn(match: re.Match) -> str:
         display = "block" if match[1] else "inline"
         formula = " ".join((match[1] or match[2]).split())
-        return latex2mathml.converter.convert(formula, display=display)
+        mathml = latex2mathml.converter.convert(formula, display=display)
+        return f'<div class="formula">{mathml}</div>' if match[1] else mathml
 
     return re.sub(r"\$\$(.+?)\$\$|\$([^$]+?)\$", drawn, text, flags=re.DOTALL)
 
@@ -116,6 +123,12 @@ def part_of_script(path: str, heading: str) -> str:
     return dict(zip(parts[1::2], parts[2::2], strict=True))[heading].strip()
 
 
+def on_config(config):
+    """Names the version."""
+    config.site_name += f" {metadata.version('jedbatch')}"
+    return config
+
+
 def on_files(files, config):
     """Adds what is made of files outside of `docs`."""
 
@@ -139,7 +152,10 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Puts in sections of the README and parts of scripts."""
+    """Puts in sections of the README and parts of scripts, and says where a page is made of."""
+    made_of = MADE_OF.get(page.file.src_uri)
+    if config.edit_uri and page.edit_url is None and made_of:
+        page.edit_url = urljoin(config.edit_uri, f"../{made_of}")
 
     def section(match: re.Match) -> str:
         return relinked(readme_section(match[1]), "", page.file.src_uri)
