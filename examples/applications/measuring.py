@@ -183,15 +183,18 @@ def table(found: dict[str, Found]) -> str:
         count = min(len(ours), len(theirs))
         return f"{np.median(theirs[:count] / ours[:count]):.2f}" if theirs is not ours else ""
 
+    def milliseconds(seconds: np.ndarray) -> str:
+        ms = 1e3 * np.median(seconds)
+        return f"{ms:.4g}" if ms < 1000 else f"{ms:,.0f}"
+
     for name, side in found.items():
-        unseen, prepared = (1e3 * np.median(x) for x in (side.unseen, side.prepared))
         rows.append(
             [
                 name,
                 f"{side.first:.1f} ({side.first_cpu:.1f})",
-                f"{unseen:.4g}",
+                milliseconds(side.unseen),
                 ratio(base.unseen, side.unseen),
-                f"{prepared:.4g}",
+                milliseconds(side.prepared),
                 ratio(base.prepared, side.prepared),
                 str(side.late),
                 "–" if side.lines is None else str(side.lines),

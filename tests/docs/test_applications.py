@@ -78,8 +78,8 @@ def test_columns_of_the_table():
         "by hand": measuring.Found(1.0, 0.5, 2 * seconds, seconds[:2], 3, None),
     }
     rows = [line.strip("| ").split(" | ") for line in measuring.table(found).splitlines()]
-    assert rows[2] == ["jedbatch", "2.0 (1.5)", "1000", "", "100", "", "0", "7"]
-    assert rows[3] == ["by hand", "1.0 (0.5)", "2000", "2.00", "750", "10.00", "3", "–"]
+    assert rows[2] == ["jedbatch", "2.0 (1.5)", "1,000", "", "100", "", "0", "7"]
+    assert rows[3] == ["by hand", "1.0 (0.5)", "2,000", "2.00", "750", "10.00", "3", "–"]
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
