@@ -1,8 +1,7 @@
 """Pages of the site that are made of other files of the repository.
 
 - Notebooks, with the outputs that they are stored with.
-- The answers, the companions, the benchmarks and the changes.
-- Sections of the README, where a page has `<!-- README: heading -->`.
+- The README, the answers, the companions, the benchmarks, the changes, and how to contribute.
 - Parts of scripts, where a page has `<!-- code: file heading -->`.
 - `llms.txt`, which lists the pages.
 
@@ -25,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = {  # of files that have a page in the site, or are described on one
     "README.md": "index.md",
     "CHANGELOG.md": "changes.md",
+    "CONTRIBUTING.md": "contributing.md",
     "notebooks/README.md": "notebooks/index.md",
     "examples/answers.md": "answers.md",
     "examples/companions": "companions.md",
@@ -43,7 +43,7 @@ def relinked(text: str, folder: str, page: str) -> str:
 
     def target(match: re.Match) -> str:
         path = posixpath.normpath(posixpath.join(folder, match[1]))
-        to = PAGES.get(path, path)
+        to = PAGES.get(path, path.removeprefix("docs/"))
         return f"]({posixpath.relpath(to, posixpath.dirname(page) or '.')}{match[2] or ''})"
 
     return LINK.sub(target, text)
@@ -111,10 +111,10 @@ def companions_page() -> str:
     return "\n\n".join(parts)
 
 
-def readme_section(heading: str) -> str:
-    """The text below a heading of the README."""
-    sections = re.split(r"^## (.*)\n", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
-    return dict(zip(sections[1::2], sections[2::2], strict=True))[heading].strip()
+def start_page() -> str:
+    """The README without its badges, which are loaded from elsewhere."""
+    text = re.sub(r"^\[?!\[.*\n", "", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    return relinked(text, "", PAGES["README.md"])
 
 
 def part_of_script(path: str, heading: str) -> str:
@@ -139,7 +139,8 @@ def on_files(files, config):
     for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
         page = f"notebooks/{path.stem}.md"
         add(page, relinked(notebook_page(path), "notebooks", page))
-    for source in ("notebooks/README.md", "examples/answers.md", "CHANGELOG.md"):
+    add(PAGES["README.md"], start_page())
+    for source in ("notebooks/README.md", "examples/answers.md", "CHANGELOG.md", "CONTRIBUTING.md"):
         text = (ROOT / source).read_text()
         add(PAGES[source], relinked(text, posixpath.dirname(source), PAGES[source]))
     add("companions.md", companions_page())
@@ -152,19 +153,15 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Puts in sections of the README and parts of scripts, and says where a page is made of."""
+    """Puts in parts of scripts, and says what file a page is made of."""
     made_of = MADE_OF.get(page.file.src_uri)
     if config.edit_uri and page.edit_url is None and made_of:
         page.edit_url = urljoin(config.edit_uri, f"../{made_of}")
 
-    def section(match: re.Match) -> str:
-        return relinked(readme_section(match[1]), "", page.file.src_uri)
-
     def code(match: re.Match) -> str:
         return f"```python\n{part_of_script(match[1], match[2])}\n```"
 
-    markdown = re.sub(r"<!-- code: (\S+) (.*?) -->", code, markdown)
-    return re.sub(r"<!-- README: (.*?) -->", section, markdown)
+    return re.sub(r"<!-- code: (\S+) (.*?) -->", code, markdown)
 
 
 LISTED: list[tuple[str, str, str]] = []

@@ -18,7 +18,7 @@ WITH_CODE = [page for page in PAGES if "```python" in (DOCS / page).read_text()]
 MODULES = ("data", "errors", "models", "policies", "ragged", "serve", "testing", "viz")
 
 
-@pytest.mark.parametrize("page", mostly_slow(WITH_CODE, "index.md", "guides/serving.md"))
+@pytest.mark.parametrize("page", mostly_slow(WITH_CODE, "quick-reference.md", "guides/serving.md"))
 def test_code_of_pages_runs(page):
     """All Python blocks of a page, one after the other; their assertions hold."""
     names = {"__name__": "page"}
@@ -38,6 +38,13 @@ def test_the_reference_has_every_public_name():
         shown = (x for x in things["__all__"] if not isinstance(things[x], int | str | dict))
         public |= {f"jedbatch.{module}.{name}" for name in shown}
     assert listed == public
+
+
+def test_every_error_is_found_by_its_symptom():
+    page = (DOCS / "api" / "errors.md").read_text()
+    symptoms = set(re.findall(r"^\| .*$", page, re.MULTILINE))
+    for name in jedbatch.errors.__all__:
+        assert any(f"[jedbatch.errors.{name}]" in line for line in symptoms), name
 
 
 def test_every_page_is_in_the_navigation():
