@@ -107,7 +107,7 @@ def companions_page() -> str:
         text = path.read_text()
         doc = ast.get_docstring(ast.parse(text))
         code = text.split('"""', 2)[2].strip()
-        parts.append(f"## {path.stem}\n\n{doc}\n\n```python\n{code}\n```")
+        parts.append(f"## {path.stem.removeprefix('with_')}\n\n{doc}\n\n```python\n{code}\n```")
     return "\n\n".join(parts)
 
 
