@@ -9,11 +9,10 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 from typing import Any
 
 import jedbatch
-from jedbatch._commands.lookup import CommandError, attribute_of
+from jedbatch._commands.lookup import CommandError
 
 MAX_SIZE = 10**9  # of sizes on the command line
 EXAMPLES = {  # with which the help of a command ends
@@ -206,34 +205,23 @@ def demo(args: argparse.Namespace) -> None:
 
 def show(args: argparse.Namespace) -> None:
     """Prints the plan of a minibatch, and draws it."""
-    commands_for(args).show(args)
+    from jedbatch._commands import user_commands
+
+    user_commands.show(args)
 
 
 def bench(args: argparse.Namespace) -> None:
     """Prints how fast a function or a model is, with and without batching."""
-    commands_for(args).bench(args)
+    from jedbatch._commands import user_commands
+
+    user_commands.bench(args)
 
 
 def learn(args: argparse.Namespace) -> None:
     """Learns a policy and prints what was tried."""
-    commands_for(args).learn(args)
+    from jedbatch._commands import user_commands
 
-
-def commands_for(args: argparse.Namespace) -> ModuleType:
-    """Returns the module with the commands for what is named: a function, or a model."""
-    if ":" in args.model and callable(attribute_of(args.model)[1]):
-        from jedbatch._commands import user_commands
-
-        return user_commands
-    for name in ("params", "instances", "loop"):
-        if getattr(args, name, None):
-            raise CommandError(
-                f"--{name} is for functions of yours, named module:function; {args.model} is a "
-                "model, which has its own"
-            )
-    from jedbatch._commands import models
-
-    return models
+    user_commands.learn(args)
 
 
 def serve(args: argparse.Namespace) -> int:

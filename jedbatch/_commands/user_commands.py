@@ -1,7 +1,8 @@
-"""`show`, `learn` and `bench` for a function of the user's."""
+"""`show`, `learn` and `bench` for a function of the user's, or a model."""
 
 import argparse
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
-from jedbatch._commands.lookup import CommandError
-from jedbatch._commands.pictures import save_pictures
-from jedbatch._commands.printing import digits, print_learned
+from jedbatch import viz
+from jedbatch._commands.lookup import CommandError, attribute_of
 from jedbatch._commands.timing import seconds_of
 from jedbatch._commands.user_function import UserFunction
 from jedbatch.errors import SymbolicValueError
+from jedbatch.policies import FSM
 from jedbatch.testing import compilations
 
 WARM = 2  # minibatches before those that are measured as unseen
@@ -30,9 +31,19 @@ planned and run; known: planned again and run; planned: run only; first: the fir
 Medians of {rounds} rounds, and of the ratios within each round; the loop ran on {few} of {size}."""
 
 
+def function_of(args: argparse.Namespace, limit: int) -> UserFunction:
+    """Returns the function or the model that the command line names; see `UserFunction.of`."""
+    found = attribute_of(args.model)[1] if ":" in args.model else None
+    if callable(found):
+        return UserFunction.of(args, limit)
+    from jedbatch._commands import models  # which need more than functions do
+
+    return models.function_of(args, found, limit)
+
+
 def show(args: argparse.Namespace) -> None:
     """Prints the plan of a minibatch, and draws it; compiles nothing."""
-    user = UserFunction.of(args, args.batch_size)
+    user = function_of(args, args.batch_size)
     mapped = user.minibatch(0, args.batch_size)
     user.announce(len(mapped[0]))
     arguments = list(user.arguments(user.shared, mapped))
@@ -55,9 +66,27 @@ def show(args: argparse.Namespace) -> None:
         save_pictures(plan, user.batched.policy, Path(args.pictures))
 
 
+def save_pictures(plan: jedbatch.Plan, policy: Any, folder: Path) -> None:
+    """Saves pictures of a plan, and of the policy if it is a state machine; prints their names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {
+        "instance": viz.graph(plan, instance=0),
+        "graph": viz.graph(plan),
+        "batches": viz.batches(plan),
+        "timeline": viz.timeline(plan),
+        "memory": viz.memory(plan),
+        "time": viz.time_split(plan),
+    }
+    if isinstance(policy, FSM) and len(policy):
+        pictures["policy"] = viz.state_machine(policy)
+    for name, picture in pictures.items():
+        picture.save(folder / f"{name}.svg")
+    print(f"\ndrawn: {', '.join(str(folder / f'{name}.svg') for name in pictures)}")
+
+
 def learn(args: argparse.Namespace) -> None:
     """Learns a policy and prints what was tried."""
-    user = UserFunction.of(args, args.batch_size)
+    user = function_of(args, args.batch_size)
     user.announce(len(user.mapped[0]))
     try:
         policy = user.batched.learn(*user.arguments(user.shared, user.mapped))
@@ -68,9 +97,19 @@ def learn(args: argparse.Namespace) -> None:
     print_learned(policy, args)
 
 
+def print_learned(policy: FSM, args: argparse.Namespace) -> None:
+    """Prints what was tried and the policy that was chosen, all its states if asked; saves it."""
+    print(policy.report)
+    lines = str(policy).splitlines()
+    print("", *(lines if args.verbose else [f"{lines[0]}; --verbose lists them"]), sep="\n")
+    if args.save:
+        policy.save(args.save)
+        print(f"\nsaved as {args.save}; use it with `jedbatch.batch(fn, policy=FSM.load(path))`")
+
+
 def bench(args: argparse.Namespace) -> None:
     """Prints times of minibatches, and of the loop over their instances."""
-    user = UserFunction.of(args, args.batch_size * (WARM + args.minibatches))
+    user = function_of(args, args.batch_size * (WARM + args.minibatches))
     size = min(args.batch_size, len(user.mapped[0]))
     starts = range(0, len(user.mapped[0]) - size + 1, size)
     minibatches = [user.minibatch(i, size) for i in starts]
@@ -119,6 +158,15 @@ class Times:
         ratios = [np.divide(loop[: len(x)], x) for x in times[1:-1]]
         cells = [digits(float(np.median(x)), " x") if len(x) else "–" for x in ratios]
         print(f"{'  as fast as the loop':32}{''.join(f'{x:>12}' for x in cells)}")
+
+
+def digits(x: float, unit: str = "") -> str:
+    """Returns a number with three significant digits, `30,700` or `0.0123`; a dash for none."""
+    if not math.isfinite(x):
+        return "–"
+    rounded = float(f"{x:.3g}")
+    places = 2 - math.floor(math.log10(abs(rounded))) if rounded else 2
+    return f"{rounded:,.{max(0, places)}f}{unit}"
 
 
 class Ways(NamedTuple):

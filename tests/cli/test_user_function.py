@@ -13,8 +13,7 @@ from jedbatch import testing
 from jedbatch.__main__ import command_line, main
 from jedbatch._commands.lookup import attribute_of
 from jedbatch._commands.loop import compiled_cells
-from jedbatch._commands.printing import digits
-from jedbatch._commands.user_commands import Times, ways_to_run
+from jedbatch._commands.user_commands import Times, digits, ways_to_run
 from jedbatch._commands.user_function import UserFunction
 
 MODEL = """
