@@ -19,7 +19,6 @@ from jedbatch._program.round_template import NOT_RUN, RoundTemplate
 from jedbatch._record.calls.fast_path import lists_of_ints
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.trace import host_rows
-from jedbatch._support.types import Array
 
 References = Mapping[Kind, Sequence[int]]  # by arena: values, and inputs as `-1 - i`
 
@@ -298,27 +297,6 @@ class RecordedGraph:
         Others are parts of the arrays of an instance.
         """
         return [self.recorder.registry.groups[g][0] == "value" for g in groups]
-
-    def whole_arrays(
-        self, groups: np.ndarray, owners: Sequence[int], arrays: Sequence[Sequence[Array]]
-    ) -> list[np.ndarray] | None:
-        """Returns the arrays that some inputs are; None if they are something else.
-
-        Args:
-          groups: of the inputs.
-          owners: the instance of each.
-          arrays: of all instances.
-
-        Returns:
-          An array of NumPy for each, all of their kind; None, too, if they are of other dtypes.
-        """
-        how, _, *where = self.recorder.registry.groups[int(groups[0])]
-        if how != "leaf" or where[1:] != [False, ()] or (groups != groups[0]).any():
-            return None
-        (shape, dtype), leaf = self.kind_of_group(int(groups[0])), where[0]
-        found = [arrays[i][leaf] for i in owners if leaf < len(arrays[i])]
-        fits = all(type(x) is np.ndarray and x.dtype == dtype and x.shape == shape for x in found)
-        return found if fits and len(found) == len(owners) else None
 
     def find_rows(self, nodes: np.ndarray, bases: np.ndarray) -> None:
         """Finds the rows of the results of nodes that have lanes.

@@ -397,10 +397,6 @@ class Workspace:
     ) -> np.ndarray:
         """Gives rows to inputs, cut where the instance or the group changes; returns the rows."""
         owners, recorder = np.maximum(instance, 0).tolist(), self.recorder
-        is_traced = self.saving or self.trial is not None  # so that chunks are asked for
-        whole = None if is_traced else self.graph.whole_arrays(group, owners, self.arrays)
-        if whole is not None:
-            return self._put(self.graph.kind_of_group(int(group[0])), np.stack(whole))
         rows: list[int] = []
         for chunk in cut_inputs(recorder.registry, recorder.input_value, inputs, instance, group):
             begin, kind = len(rows), stored(chunk.type)
