@@ -6,7 +6,7 @@ from jedbatch import checks
 from jedbatch._learn.candidates import learn as learn_from_graphs
 from jedbatch._schedule.fsm import FSM
 from jedbatch._session.core import Core
-from jedbatch._session.minibatch import graph_of
+from jedbatch._session.session import graph_of
 
 
 def learn(core: Core, args: tuple, options: dict[str, Any]) -> FSM:

@@ -15,7 +15,6 @@ from jedbatch._program.host_arrays import results_from
 from jedbatch._program.plan import Plan
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._session.core import Core
-from jedbatch._session.minibatch import Minibatch
 from jedbatch._session.plans.pipeline import checked_inputs
 from jedbatch._session.plans.shards import (
     PlacedShards,
@@ -27,6 +26,7 @@ from jedbatch._session.plans.shards import (
     reserve_shards,
     run_on_devices,
 )
+from jedbatch._session.session import Minibatch
 from jedbatch._support.types import Leaf
 
 AxisNames = str | Sequence[str] | None

@@ -19,9 +19,8 @@ from jedbatch._program.plan import Plan
 from jedbatch._ragged.calls import find_calls
 from jedbatch._record.instances.arrays import array_type
 from jedbatch._session.core import Core
-from jedbatch._session.minibatch import graph_of
 from jedbatch._session.plans.pipeline import reserve_programs
-from jedbatch._session.session import Session
+from jedbatch._session.session import Session, graph_of
 from jedbatch._support.samples import cut_evenly
 from jedbatch._support.types import Leaf, PyTree
 

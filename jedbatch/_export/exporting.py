@@ -37,11 +37,10 @@ from jedbatch._ragged.tiled_records import ExpandedRecord
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.policy import schedule
 from jedbatch._session.core import Core
-from jedbatch._session.minibatch import Minibatch, graph_of
 from jedbatch._session.plans.indices import table_rows
 from jedbatch._session.plans.shards import values_at, with_room
 from jedbatch._session.programs.portable import described
-from jedbatch._session.session import Session
+from jedbatch._session.session import Minibatch, Session, graph_of
 from jedbatch._support.samples import cut_evenly
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")

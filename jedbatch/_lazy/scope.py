@@ -47,10 +47,9 @@ from jedbatch._program.output_spec import OutputSpec
 from jedbatch._record.cell import recording
 from jedbatch._record.run.trace import ending, trace_of_caller
 from jedbatch._schedule.policy import Policy, checked_policy
-from jedbatch._session.minibatch import Flags, Minibatch
 from jedbatch._session.options import ONE_EXECUTOR, Options, written
 from jedbatch._session.plans.pipeline import make_plan, run_plan
-from jedbatch._session.session import Session
+from jedbatch._session.session import Flags, Minibatch, Session
 from jedbatch._support.caches import Memory
 from jedbatch._support.restored import Restored
 from jedbatch._support.types import OrderName

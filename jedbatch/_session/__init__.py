@@ -32,14 +32,14 @@ Read in this order:
 13. `programs.portable`: Programs as data, for which other processes can lower minibatches.
 14. `programs.mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap`
    would run them.
-15. `session`: `Session`: what a batched function keeps between minibatches.
-16. `minibatch`: `Minibatch`: what was recorded of instances that are planned together.
-17. `records.recording`: The records of a minibatch: those that are known, and new ones.
-18. `plans.verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
+15. `session`: `Session`: what a batched function keeps between minibatches; `Minibatch`: what was
+   recorded.
+16. `records.recording`: The records of a minibatch: those that are known, and new ones.
+17. `plans.verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
-19. `plans.pipeline`: A recorded minibatch as a plan, and what running a plan gives.
-20. `plans.copies`: Minibatches in which structures recur: planned once for all instances of a
+18. `plans.pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+19. `plans.copies`: Minibatches in which structures recur: planned once for all instances of a
    structure.
-21. `plans.shards`: Minibatches cut over devices: every shard is planned, and all run one program.
-22. `core`: `Core`: records and plans minibatches of a function.
+20. `plans.shards`: Minibatches cut over devices: every shard is planned, and all run one program.
+21. `core`: `Core`: records and plans minibatches of a function.
 """

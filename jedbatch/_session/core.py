@@ -27,7 +27,6 @@ from jedbatch._ragged.calls import RegionCalls, find_calls, find_slices
 from jedbatch._record.identity.environment import Environment
 from jedbatch._record.operations.inlining import without_jit
 from jedbatch._schedule.policy import Policy
-from jedbatch._session.minibatch import Flags, Minibatch, graph_of
 from jedbatch._session.options import Options, written
 from jedbatch._session.plans.copies import Batches, Copies, plan_copies
 from jedbatch._session.plans.outputs import InstanceOutput, Returned, form_of_results
@@ -35,7 +34,7 @@ from jedbatch._session.plans.pipeline import make_plan, plan_again, run_plan
 from jedbatch._session.plans.round import Rounds
 from jedbatch._session.records.arguments import Arguments, TypesOfLeaves
 from jedbatch._session.records.recording import Recording
-from jedbatch._session.session import Session, num_programs
+from jedbatch._session.session import Flags, Minibatch, Session, graph_of, num_programs
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Leaf
 

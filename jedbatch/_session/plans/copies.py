@@ -48,10 +48,9 @@ from jedbatch._ragged.regions import some_are_ragged
 from jedbatch._schedule.components import BY_RANK
 from jedbatch._schedule.policy import schedule_copies
 from jedbatch._schedule.schedule import Schedule, schedule_of
-from jedbatch._session.minibatch import Flags, Minibatch, graph_of
 from jedbatch._session.plans.outputs import Returned
 from jedbatch._session.plans.pipeline import Arranged, with_inputs
-from jedbatch._session.session import Session
+from jedbatch._session.session import Flags, Minibatch, Session, graph_of
 from jedbatch._support.native import core
 
 ANY_COUNTS = b""  # of copies, in a `PlanKey`

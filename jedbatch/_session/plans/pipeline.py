@@ -47,7 +47,6 @@ from jedbatch._ragged.tiled_records import counter_of_tiles
 from jedbatch._record.instances.arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._schedule.schedule import Schedule
-from jedbatch._session.minibatch import Flags, Minibatch, graph_of
 from jedbatch._session.plans.indices import check_rows, may_be_absent
 from jedbatch._session.plans.outputs import Returned
 from jedbatch._session.plans.verify import verify
@@ -57,7 +56,7 @@ from jedbatch._session.records.degenerate import (
     warn_if_many_lengths,
     warn_if_programs_grow,
 )
-from jedbatch._session.session import Session
+from jedbatch._session.session import Flags, Minibatch, Session, graph_of
 from jedbatch._support.types import Leaf
 
 STAGES = ("merge", "schedule", "layout", "lower")

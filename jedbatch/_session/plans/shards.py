@@ -44,7 +44,6 @@ from jedbatch._program.sharded import (
 from jedbatch._program.signature import Signature
 from jedbatch._program.stopped import check_shards, has_bounds
 from jedbatch._schedule.policy import schedule
-from jedbatch._session.minibatch import NO_SECONDS, Flags, Minibatch, graph_of
 from jedbatch._session.plans.indices import check_rows
 from jedbatch._session.plans.outputs import Returned
 from jedbatch._session.plans.pipeline import (
@@ -56,6 +55,7 @@ from jedbatch._session.plans.pipeline import (
 )
 from jedbatch._session.programs.program_cache import ProgramCache
 from jedbatch._session.records.degenerate import warn_if_degenerate
+from jedbatch._session.session import NO_SECONDS, Flags, Minibatch, graph_of
 from jedbatch._support.types import Array, Leaf
 
 Form = Callable[[Sequence[Record], np.ndarray], Returned]  # see `form_of_results`
