@@ -35,8 +35,6 @@ without and with companions; if the best is still more than 5 % above the bound,
 from each. The lowest peak wins, the first of equals. With more than `MAX_BLOCKS` blocks, or
 `MAX_EDGES` edges in the interference graph, the scan has to do.
 
-The twin of the scan in C is `_support/c/live.c`.
-
 Loops need no copies: a chain of blocks of which each lives until the next is written, block t over
 the steps t and t + 1, alternates between two places, whatever its length. NNC unrolls loops to
 this end; here they come unrolled.
@@ -50,8 +48,6 @@ import dataclasses
 from bisect import bisect_left, insort
 
 import numpy as np
-
-from jedbatch._support.native import core
 
 PEAK_TOLERANCE = 0.02  # a peak this close to the live bound is good enough
 SEARCH_TOLERANCE = 0.05  # the same, before a search for better orders
@@ -199,12 +195,6 @@ def _scan_through_time(
     Returns:
       (The places, the `live_bound`).
     """
-    compiled = core()
-    if compiled is not None:
-        offset = np.empty(len(size), np.int64)
-        given = map(np.ascontiguousarray, (size, first, last))
-        peak, bound = compiled.scan_through_time((*given, offset))
-        return Allocation(offset, peak), bound
     begin = np.lexsort((-size, first))
     begin = begin[size[begin] > 0]
     end = begin[last[begin].argsort(kind="stable")]

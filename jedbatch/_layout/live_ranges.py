@@ -1,16 +1,12 @@
-"""Live ranges of the results of batches: the first batch that needs their rows, and the last.
-
-The twin in C is `_support/c/live.c`.
-"""
+"""Live ranges of the results of batches: the first batch that needs their rows, and the last."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
+from jedbatch._graph.paths import pointers
 from jedbatch._schedule.schedule import Schedule
-from jedbatch._support.native import core
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +46,7 @@ def find_live_ranges(graph: Graph, schedule: Schedule, padded: np.ndarray) -> Li
     block_ptr = pointers(counts)
     batch = np.repeat(np.arange(len(schedule)), counts)
     slot = np.arange(len(batch)) - block_ptr[batch]
-    last, compiled = np.empty(len(batch), np.int64), core()
-    if compiled is not None:
-        types = int32_arrays(graph.node_type, graph.results_per_type)
-        read = *int64_arrays(graph.operand_ptr), *int32_arrays(graph.operand, graph.outputs)
-        when = *int32_arrays(schedule.node), *int64_arrays(schedule.node_ptr, block_ptr)
-        compiled.last_reads((*types, *read, *when, last))
-        return LiveRanges(batch, slot, padded[batch], last)
+    last = np.empty(len(batch), np.int64)
     value_last = last_reads(graph, schedule)
     for s in range(int(counts.max(initial=0))):
         has = graph.num_results[schedule.node] > s

@@ -56,8 +56,6 @@ PyObject *write_table(PyObject *module, PyObject *args);
 PyObject *write_graph(PyObject *module, PyObject *args);
 PyObject *write_structures(PyObject *module, PyObject *args);
 PyObject *write_copies(PyObject *module, PyObject *args);
-PyObject *last_reads(PyObject *module, PyObject *given);
-PyObject *scan_through_time(PyObject *module, PyObject *given);
 PyObject *xla_calls(PyObject *module, PyObject *nothing);
 
 #endif

@@ -1,4 +1,4 @@
-"""The compiled core against the Python: values between a recording and a layout.
+"""Graphs whose nodes have several results: nodes that are cut, and when results are last read.
 
 Both are judged by what a plain loop over nodes finds.
 """
@@ -6,7 +6,6 @@ Both are judged by what a plain loop over nodes finds.
 import itertools
 
 import numpy as np
-import pytest
 
 import jedbatch
 from jedbatch._graph.graph import Graph
@@ -14,11 +13,8 @@ from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers
 from jedbatch._graph.rewrite import rewrite
 from jedbatch._graph.types import NodeType, ValueType
-from jedbatch._layout.allocator import _scan_through_time, live_bound
 from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._record.passes.projections import TwoTypes, codes_of_operands, halves
-from jedbatch._support import native
-from tests.cases.compiled_core import assert_equal, both, compiled
 
 NUMBER = ValueType((), np.dtype(np.float32))
 NUM_INPUTS = 4
@@ -100,8 +96,7 @@ def test_nodes_are_cut():
         assert list(zip(*np.divmod(places, most), makers, strict=True)) == sorted(made)
 
 
-@compiled
-def test_last_reads_of_blocks_are_equal(monkeypatch):
+def test_last_reads_of_blocks():
     for seed in range(30):
         graph = graph_of_many_results(seed)
         batches = jedbatch.schedule(graph, jedbatch.policies.agenda)
@@ -115,64 +110,6 @@ def test_last_reads_of_blocks_are_equal(monkeypatch):
                 last[block] = max(last[block], batches.batch[reader])
         last |= {value_block[o]: len(batches) for o in graph.outputs.tolist() if o >= 0}
 
-        def blocks(graph=graph, batches=batches):
-            found = find_live_ranges(graph, batches, np.diff(batches.node_ptr))
-            return found.batch, found.slot, found.size, found.last
-
-        batch, slot, _, found = blocks()
-        assert dict(zip(zip(batch, slot, strict=True), found, strict=True)) == last
-        assert_equal(*both(monkeypatch, blocks))
-
-
-@compiled
-def test_blocks_are_placed_equally(monkeypatch):
-    rng = np.random.default_rng(0)
-    for num_blocks in (0, 1, 2, 7, 60, 300):
-        for longest in (1, 6, 40):
-            size = rng.integers(9, size=num_blocks)
-            first = rng.integers(max(1, num_blocks // 2), size=num_blocks)
-            last = first + rng.integers(longest, size=num_blocks)
-
-            def placed(size=size, first=first, last=last):
-                found, bound = _scan_through_time(size, first, last)
-                found.check(size, first, last)
-                assert bound == live_bound(size, first, last) <= found.peak
-                return found.offset, found.peak, bound
-
-            assert_equal(*both(monkeypatch, placed))
-
-
-@compiled
-def test_arrays_of_values_that_do_not_fit_are_refused():
-    core = native.core()
-    i32, i64 = (lambda *x: np.array(x, np.int32)), (lambda *x: np.array(x, np.int64))
-
-    def reads(operand=0, output=-1, node=(0, 1), ptr=(0, 1, 2), block_ptr=(0, 1, 2), results=1):
-        nodes = i32(0, 0), i32(results), i64(0, 0, 1), i32(operand), i32(output)
-        last = np.zeros(2, np.int64)
-        core.last_reads((*nodes, i32(*node), i64(*ptr), i64(*block_ptr), last))
-        return last.tolist()
-
-    assert reads() == [1, 1]
-    assert reads(output=1) == [1, 2]
-    for wrong in (
-        {"operand": 1},
-        {"output": 2},
-        {"node": (0, 2)},
-        {"node": (0,)},
-        {"ptr": (0, 1)},
-        {"ptr": (0, 1, 3)},
-        {"block_ptr": (0, 1, 3)},
-        {"results": 2},
-        {"results": -1},
-    ):
-        with pytest.raises(ValueError, match="do not fit"):
-            reads(**wrong)
-
-    def scan(size=(1,), first=(0,), last=(0,), room=1):
-        return core.scan_through_time((i64(*size), i64(*first), i64(*last), np.zeros(room, int)))
-
-    assert scan() == (1, 1)
-    for wrong in ({"size": (-1,)}, {"first": (1,)}, {"last": (0, 0)}, {"room": 2}):
-        with pytest.raises(ValueError, match="do not fit"):
-            scan(**wrong)
+        found = find_live_ranges(graph, batches, np.diff(batches.node_ptr))
+        blocks = zip(found.batch, found.slot, strict=True)
+        assert dict(zip(blocks, found.last, strict=True)) == last
