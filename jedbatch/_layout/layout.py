@@ -278,16 +278,10 @@ def _number_lanes(
       padded: int64[S], lanes of each batch.
     """
     lane_node, lane = np.empty(int(padded.sum()), np.int32), np.empty(len(node), np.int64)
-    compiled = core()
-    if compiled is not None:
-        given = *int32_arrays(node), *int64_arrays(node_ptr, start, first, padded)
-        compiled.number_lanes((*given, lane_node, lane))
-        return lane_node, lane
-    sizes = np.diff(node_ptr)
-    within = ranges(np.zeros(len(sizes), np.int64), padded)
-    last = node_ptr[:-1].repeat(padded) + np.minimum(within, (sizes - 1).repeat(padded))
-    lane_node[ranges(first, padded)] = node[last]
-    lane[node] = ranges(start, sizes)
+    sizes, places = np.diff(node_ptr), np.arange(len(node))
+    lane[node] = places + (start - node_ptr[:-1]).repeat(sizes)
+    lane_node[places + (first - node_ptr[:-1]).repeat(sizes)] = node
+    lane_node[ranges(first + sizes, padded - sizes)] = node[node_ptr[1:] - 1].repeat(padded - sizes)
     return lane_node, lane
 
 

@@ -68,13 +68,10 @@ def _first_reads(graph: Graph, chained: np.ndarray, place: np.ndarray) -> np.nda
     """
     maker, reader = graph.edges
     read_at = np.full(len(place), len(place), np.int32)
-    compiled = core()
-    if compiled is not None:
-        given = *int32_arrays(maker, reader, graph.node_type), chained
-        return read_at if compiled.first_reads((*given, place, read_at)) else None
-    feeds = chained[graph.node_type[reader]] & ~chained[graph.node_type[maker]]
+    in_chains = chained[graph.node_type]
+    feeds = np.flatnonzero(in_chains[reader] & ~in_chains[maker])
     np.minimum.at(read_at, maker[feeds], place[reader[feeds]])
-    return read_at if feeds.any() else None
+    return read_at if len(feeds) else None
 
 
 def _sorted_in_batches(

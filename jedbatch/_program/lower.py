@@ -90,19 +90,8 @@ def value_rows(placed: Placement, begin: np.ndarray) -> np.ndarray:
 
     Input i is at -1 - i.
     """
-    graph, layout, schedule = placed.graph, placed.layout, placed.schedule
-    compiled = core()
-    if compiled is None:
-        space, within = layout.values
-        return np.append(begin[space] + within, placed.input_row[::-1])
-    row = np.empty(graph.num_values + len(placed.input_row), np.int64)
-    row[graph.num_values :] = placed.input_row[::-1]
-    base = begin[layout.space[schedule.batch_type]] + layout.block - layout.start[:, None]
-    node_ptr = int64_arrays(schedule.node_ptr)
-    nodes = *int32_arrays(schedule.node), *node_ptr, *int32_arrays(schedule.batch_type)
-    values = graph.results_per_type, graph.value_ptr, layout.lane
-    compiled.value_rows(base.shape[1], (*nodes, *values, np.ascontiguousarray(base), row))
-    return row
+    space, within = placed.layout.values
+    return np.append(begin[space] + within, placed.input_row[::-1])
 
 
 def operand_rows(placed: Placement, rows: Rows) -> list[np.ndarray]:
@@ -115,26 +104,6 @@ def operand_rows(placed: Placement, rows: Rows) -> list[np.ndarray]:
         position = np.arange(len(kernel.operands))[:, None]
         rows_by_kernel.append(operand[graph.operand_ptr[nodes] + position])
     return rows_by_kernel
-
-
-def write_operands(placed: Placement, rows: Rows, views: Sequence[np.ndarray]) -> None:
-    """Writes the rows of operands to int32[operands, lanes] of each kernel.
-
-    Lanes that do not exist read what the first one does.
-    """
-    compiled = core()
-    if compiled is None:
-        for view, read in zip(views, operand_rows(placed, rows), strict=True):
-            view[:, : read.shape[1]] = read
-            view[:, read.shape[1] :] = read[:, :1]
-        return
-    graph, layout = placed.graph, placed.layout
-    bounds = layout.lane_ptr.tolist()
-    operand_ptr, row = int64_arrays(graph.operand_ptr, rows.row)
-    operand = None if rows.operand is None else int32_arrays(rows.operand)[0]
-    for t, kernel, view in zip(placed.type_ids, placed.kernels, views, strict=True):
-        nodes = layout.lane_node[bounds[t] : bounds[t + 1]]
-        compiled.operand_rows(len(kernel.operands), (nodes, operand_ptr, operand, row, view))
 
 
 def result_rows(placed: Placement, begin: np.ndarray) -> list[np.ndarray]:
@@ -266,11 +235,9 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
     rows = Rows.of(placed, signature) if rows is None else rows
     form, first_lane = signature.form, rows.first_lane
     place = [signature.places[kernel] for kernel in placed.kernels]
-    operands = None
+    operands = operand_rows(placed, rows)
     if any(signature.readings):
-        operands = operand_rows(placed, rows)
-        modes = find_all_modes(placed, signature, operands)
-        runs = body_runs(placed, signature, modes)
+        runs = body_runs(placed, signature, find_all_modes(placed, signature, operands))
     else:
         runs = placed.runs.copy()
         kernel, width = np.divmod(runs[:, 0], NUM_WIDTHS)
@@ -281,13 +248,12 @@ def lower(placed: Placement, signature: Signature, rows: Rows | None = None) -> 
     table = table_of_instructions(signature, runs)
     if table is None:
         return None
-    views = [form.view(table, "operands", k) for k in place]
-    if first_lane is None:
-        write_operands(placed, rows, views)
-    else:
-        operands = operand_rows(placed, rows) if operands is None else operands
-        for view, begin, read in zip(views, first_lane, operands, strict=True):
-            view[:, begin : begin + read.shape[1]] = read
+    begins = np.zeros(len(place), np.int64) if first_lane is None else first_lane
+    for k, begin, read in zip(place, begins, operands, strict=True):
+        view = form.view(table, "operands", k)
+        view[:, begin : begin + read.shape[1]] = read
+        if first_lane is None:  # lanes that do not exist read what the first one does
+            view[:, read.shape[1] :] = read[:, :1]
     if rows.results is not None:
         for k, results in zip(place, rows.results, strict=True):
             form.view(table, "results", k)[:, : results.shape[1]] = results

@@ -433,21 +433,8 @@ def test_arrays_that_do_not_fit_are_refused():
         "bounds that fall": lambda: core.join([columns], (i64(2, 0, *bounds[2:]), *new)),
         "too many columns": lambda: core.join([columns], (bounds, *new, *[i32(0, 0)] * 5)),
         "a type": lambda: core.count_nodes((i32(0, 2), i32(1, 1), zeros(3), zeros(2))),
-        "a batch": lambda: core.number_lanes(
-            (i32(0, 1), i64(0, 3), zeros(1), zeros(1), i64(2), i32(0, 0), zeros(2))
-        ),
-        "lanes": lambda: core.number_lanes(
-            (i32(0, 1), i64(0, 2), zeros(1), i64(1), i64(2), i32(0, 0), zeros(2))
-        ),
         "a node": lambda: core.sort_batches((i32(0, 2), i64(0, 2), u8(1), i32(0, 0))),
         "keys far apart": lambda: core.sort_batches((i32(0, 1), i64(0, 2), u8(1), i32(0, 1 << 30))),
-        "a read": lambda: core.first_reads((i32(0), i32(2), i32(0, 0), u8(1), *[i32(0, 0)] * 2)),
-        "a value": lambda: core.value_rows(
-            1, (i32(0), i64(0, 1), i32(0), i32(1), i64(0, 5), zeros(1), zeros(1), zeros(1))
-        ),
-        "an operand of a lane": lambda: core.operand_rows(
-            1, (i32(0), i64(0, 1), i32(4), zeros(2), i32(0))
-        ),
         "an instance": lambda: core.write_structures(
             1, (*columns, i64(0, 3, *bounds[2:10]), i64(0, 0), i32(), i64(0))
         ),
