@@ -18,7 +18,6 @@ import numpy as np
 from jedbatch._control_flow.steps import INPUTS, NODES, REFERENCES, VALUES
 from jedbatch._graph.paths import int64_of, ranges
 from jedbatch._record.run.recorder import Recorder
-from jedbatch._support.native import core
 
 OLD = np.iinfo(np.int64).min  # in place of a reference to an earlier round
 
@@ -139,15 +138,9 @@ class Recorded:
     def key(self, values: np.ndarray) -> bytes | None:
         """Returns what a round that computes some values is known by, wherever it comes.
 
-        None if a value was recorded in an earlier round. The twin of `_support/c/rounds.c`.
+        None if a value was recorded in an earlier round.
         """
-        first, recorder, compiled = self.first, self.recorder, core()
-        is_compiled = compiled is not None and isinstance(recorder.call_specs, compiled.Ints)
-        if is_compiled and self.tails is None:
-            assert compiled is not None
-            columns = recorder.call_specs, recorder.references, recorder.input_group, self.turns
-            begins = first.nodes, first.references, first.inputs, first.turns, first.values
-            return compiled.round_key(columns, (values,), begins)
+        first = self.first
         if not len(values) or values.min() < first.values:
             return None
         values = self.value_places(values)

@@ -143,7 +143,6 @@ static PyMethodDef functions[] = {
     {"rank_batches", rank_batches, METH_VARARGS, NULL},
     {"begin_step", begin_step, METH_VARARGS, NULL},
     {"follow_step", follow_step, METH_VARARGS, NULL},
-    {"round_key", round_key, METH_VARARGS, NULL},
     {"sort_batches", sort_batches, METH_O, NULL},
     {"take_ints", take_ints, METH_VARARGS, NULL},
     {"write_copies", write_copies, METH_VARARGS, NULL},
