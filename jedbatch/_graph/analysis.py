@@ -14,8 +14,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jedbatch._graph.paths import int32_arrays, longest_chains, longest_paths, pointers
-from jedbatch._support.native import core
+from jedbatch._graph.paths import longest_chains, longest_paths, pointers
 
 # Share of the edges inside of a type that are in chains, for it to make chains.
 MIN_CHAINED_SHARE = 0.9
@@ -27,11 +26,6 @@ Edges = tuple[np.ndarray, np.ndarray]
 
 def count_nodes(node_type: np.ndarray, num_results: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns (int64[N + 1] where the results of each node begin, int64[T] nodes of each type)."""
-    compiled = core()
-    if compiled is not None:
-        value_ptr, counts = np.empty(len(node_type) + 1, np.int64), np.empty(len(num_results), int)
-        compiled.count_nodes((*int32_arrays(node_type, num_results), value_ptr, counts))
-        return value_ptr, counts
     counts = np.bincount(node_type, minlength=len(num_results))
     return pointers(num_results[node_type]), counts
 

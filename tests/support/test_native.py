@@ -409,7 +409,6 @@ def test_arrays_that_do_not_fit_are_refused():
         core.copy_ints([1], (i64(0, 0),))
 
     u8 = lambda *x: np.array(x, np.uint8)  # noqa: E731
-    zeros = lambda n: np.zeros(n, np.int64)  # noqa: E731
     bounds = i64(0, 2, 0, 1, 0, 0, 0, 1, 0, 2, 0)
     columns = i32(0, 0), i64(0, 0, 1), i32(0), i32(1)
     new = [np.empty_like(x) for x in columns]
@@ -432,7 +431,6 @@ def test_arrays_that_do_not_fit_are_refused():
         "a column that is too short": lambda: core.join([columns], (bounds, i32(0), *new[1:])),
         "bounds that fall": lambda: core.join([columns], (i64(2, 0, *bounds[2:]), *new)),
         "too many columns": lambda: core.join([columns], (bounds, *new, *[i32(0, 0)] * 5)),
-        "a type": lambda: core.count_nodes((i32(0, 2), i32(1, 1), zeros(3), zeros(2))),
         "a node": lambda: core.sort_batches((i32(0, 2), i64(0, 2), u8(1), i32(0, 0))),
         "keys far apart": lambda: core.sort_batches((i32(0, 1), i64(0, 2), u8(1), i32(0, 1 << 30))),
         "an instance": lambda: core.write_structures(

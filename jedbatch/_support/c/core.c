@@ -47,6 +47,13 @@ release_buffers(Buffers *buffers)
         PyBuffer_Release(&buffers->held[--buffers->count]);
 }
 
+PyObject *
+do_not_fit(void)
+{
+    PyErr_SetString(PyExc_ValueError, "arrays do not fit each other");
+    return NULL;
+}
+
 /* copy_ints(numbers, (array,)): writes the last of a list of ints, or `Ints`, to an array of int64
  * of as many. */
 static PyObject *
@@ -135,7 +142,6 @@ static PyMethodDef functions[] = {
     {"write_structures", write_structures, METH_VARARGS, NULL},
     {"schedule", schedule, METH_VARARGS, NULL},
     {"cut_lanes", cut_lanes, METH_O, NULL},
-    {"count_nodes", count_nodes, METH_O, NULL},
     {"find_runs", find_runs, METH_VARARGS, NULL},
     {"instance_tokens", instance_tokens, METH_VARARGS, NULL},
     {"join", join, METH_VARARGS, NULL},

@@ -26,6 +26,9 @@ int get_buffers(Buffers *buffers, PyObject *tuple, int count, const int *item_si
                 Py_ssize_t *lengths);
 void release_buffers(Buffers *buffers);
 
+/* Raises the error for arrays that do not fit each other; returns NULL. */
+PyObject *do_not_fit(void);
+
 /* Writes the edges of a graph, once for neighbours that are equal, given its (type of nodes, results
  * of types, operand_ptr, operands, edge_ptr, makers, readers), and returns how many; -1 if arrays do
  * not fit each other, or with an error without memory. */
@@ -40,7 +43,6 @@ PyObject *longest_paths(PyObject *module, PyObject *given);
 PyObject *longest_chains(PyObject *module, PyObject *given);
 PyObject *schedule(PyObject *module, PyObject *args);
 PyObject *join(PyObject *module, PyObject *args);
-PyObject *count_nodes(PyObject *module, PyObject *given);
 PyObject *sort_batches(PyObject *module, PyObject *given);
 PyObject *rank_batches(PyObject *module, PyObject *args);
 PyObject *cut_lanes(PyObject *module, PyObject *given);

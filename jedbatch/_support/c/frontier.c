@@ -499,7 +499,7 @@ schedule(PyObject *module, PyObject *args)
                   (f.chains || policy.heuristic != SUFFICIENT) &&
                   (!has_table || (PyDict_Check(policy.table) && lengths[NUMBERS] == num_types));
     if (!has_all || !fit(&f, lengths)) {
-        PyErr_SetString(PyExc_ValueError, "arrays of a graph do not fit each other");
+        do_not_fit();
     } else if (allocate(&f) == 0 && prepare(&f) == 0 && (batch_types = PyList_New(0)) != NULL) {
         Py_ssize_t unseen = run_all(&f, &policy, first, batch_types);
         if (unseen >= 0)

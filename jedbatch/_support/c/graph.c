@@ -1,5 +1,5 @@
-/* Graphs joined, their nodes counted, and their edges: the twin of `_graph/joining.py` and of
- * `count_nodes` and `find_edges` in `_graph/analysis.py`, which say what is computed. */
+/* Graphs joined, and their edges: the twin of `_graph/joining.py` and of `find_edges` in
+ * `_graph/analysis.py`, which say what is computed. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -7,13 +7,6 @@
 #include "checks.h"
 
 enum { MAX_COLUMNS = 4, NUM_PLACES = 11 };
-
-static PyObject *
-do_not_fit(void)
-{
-    PyErr_SetString(PyExc_ValueError, "arrays of a graph do not fit each other");
-    return NULL;
-}
 
 /* The share of an instance: where its rows begin in its graph and in the union. */
 typedef struct {
@@ -128,36 +121,6 @@ join(PyObject *module, PyObject *args)
     if (!fits && !PyErr_Occurred())
         do_not_fit();
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
-}
-
-/* count_nodes((type of nodes, results of types, value_ptr, nodes of types)): writes where the
- * results of each node begin, and how many nodes each type has. */
-PyObject *
-count_nodes(PyObject *module, PyObject *given)
-{
-    (void)module;
-    static const int sizes[4] = {4, 4, -8, -8};
-    Buffers buffers = {0};
-    void *data[4];
-    Py_ssize_t lengths[4];
-    if (get_buffers(&buffers, given, 4, sizes, data, lengths) < 0)
-        return NULL;
-    const int32_t *node_type = data[0], *num_results = data[1];
-    int64_t *value_ptr = data[2], *counts = data[3], value = 0;
-    Py_ssize_t num_nodes = lengths[0];
-    int fits = lengths[2] == num_nodes + 1 && lengths[3] == lengths[1] &&
-               are_below(node_type, num_nodes, lengths[1]);
-    if (fits) {
-        memset(counts, 0, lengths[3] * sizeof(int64_t));
-        for (Py_ssize_t i = 0; i < num_nodes; i++) {
-            counts[node_type[i]]++;
-            value_ptr[i] = value;
-            value += num_results[node_type[i]];
-        }
-        value_ptr[num_nodes] = value;
-    }
-    release_buffers(&buffers);
-    return fits ? Py_NewRef(Py_None) : do_not_fit();
 }
 
 Py_ssize_t

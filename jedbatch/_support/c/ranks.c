@@ -186,6 +186,6 @@ rank_batches(PyObject *module, PyObject *args)
     give_memory(&found);
     release_buffers(&buffers);
     if (!fits && !PyErr_Occurred())
-        PyErr_SetString(PyExc_ValueError, "arrays of a graph do not fit each other");
+        do_not_fit();
     return PyErr_Occurred() ? NULL : Py_BuildValue("(nn)", num_edges, num_batches);
 }

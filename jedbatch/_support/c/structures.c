@@ -10,13 +10,6 @@
 enum { NUM_BOUNDS = 10 };
 enum { NODES, OPERANDS, INPUTS, OUTPUTS, RESULTS };
 
-static PyObject *
-do_not_fit(void)
-{
-    PyErr_SetString(PyExc_ValueError, "arrays of instances do not fit each other");
-    return NULL;
-}
-
 /* The columns of a graph. */
 typedef struct {
     const int32_t *node_type, *operand, *outputs;
