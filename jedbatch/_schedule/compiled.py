@@ -5,7 +5,6 @@ The core runs a graph to its end at once (`_support/c/frontier.c`); here it is g
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,27 +19,12 @@ AHEAD = ("height", "critical")  # heuristics that look at heights and chains alo
 NUMBERS = {"agenda": 0, "height": 1, "critical": 2, "sufficient": 3}  # of heuristics
 
 
-class PartOfGraph(NamedTuple):
-    """Nodes of a graph that run by themselves.
-
-    Attributes:
-      types: ids of their types.
-      when: int32[N], to which the batch of each of them is written.
-      first: the number of the first batch.
-    """
-
-    types: Sequence[int]
-    when: np.ndarray
-    first: int
-
-
 def run_compiled(
     graph: Graph,
     heuristic: str,
     encoding: str = "base",
     table: Mapping[Code, int] | None = None,
     numbers: Sequence[int] = (),
-    part: PartOfGraph | None = None,
 ) -> tuple[list[int], np.ndarray, int] | None:
     """Cuts a graph into batches; None if there is no compiled core.
 
@@ -50,8 +34,6 @@ def run_compiled(
       encoding: what the codes of `table` mean.
       table: the type to run by the code of a frontier, in a machine's numbers.
       numbers: the machine's numbers of the types.
-      part: the nodes to run; None if all are. Only for the heuristics of `AHEAD`; heights and
-        chains are those of the whole graph.
 
     Returns:
       (type of each batch, int32[N] the batch of each node, batches left to the heuristic).
@@ -60,19 +42,13 @@ def run_compiled(
     if compiled is None or not len(graph.node_type):
         return None
     succ_ptr, succ = graph.succs
-    inside = None
-    if part is None:
-        part = PartOfGraph([], np.empty(len(graph.node_type), np.int32), 0)
-    else:
-        inside = np.zeros(len(graph.types), np.uint8)
-        inside[part.types] = 1
+    when = np.empty(len(graph.node_type), np.int32)
     looks = heuristic in AHEAD or (table is not None and encoding == "phase")
     arrays = (
         succ_ptr,
         succ,
         *int32_arrays(graph.node_type),
-        part.when,
-        inside,
+        when,
         *((graph.height, graph.chain) if looks else [None] * 2),
         *(_of_depths(graph) if heuristic == "agenda" else [None] * 2),
         *(_of_chains(graph) if heuristic == "sufficient" else [None] * 4),
@@ -81,9 +57,9 @@ def run_compiled(
     )
     codes = list(ENCODINGS).index(encoding)
     batch_types, unseen = compiled.schedule(
-        len(graph.types), NUMBERS[heuristic], codes, table, part.first, arrays
+        len(graph.types), NUMBERS[heuristic], codes, table, arrays
     )
-    return batch_types, part.when, unseen
+    return batch_types, when, unseen
 
 
 def _of_depths(graph: Graph) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,6 @@ import numpy as np
 from jedbatch._graph.analysis import MANY_TYPES, MIN_CHAINED_SHARE
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
-from jedbatch._schedule.compiled import PartOfGraph
 from jedbatch._schedule.schedule import Schedule, cost, longest_by_type, schedule_of
 from jedbatch._support.native import core
 
@@ -29,7 +28,6 @@ def by_component(
     solve: Callable[[Graph], Schedule],
     weights: np.ndarray | None = None,
     *,
-    solve_inside: Callable[[Graph, PartOfGraph], tuple[list[int], int] | None] | None = None,
     needs_chains: bool = False,
 ) -> Schedule:
     """Schedules one component of types after the other.
@@ -37,10 +35,6 @@ def by_component(
     Components of one type are run by rank, which is optimal; `solve` schedules the others, most
     often as bare graphs. If it is optimal, so is the whole. Bounds add up; those of components run
     by rank are what they cost, at float[T] `weights` for a batch of each type, or one.
-
-    Where there is `solve_inside`, it is asked first, without a graph of the component: it writes
-    the batch of each node, and returns the types of batches and how many were left to a fallback;
-    None if it cannot do so.
 
     If it `needs_chains`, those of all components are found at once, and kept for instances that
     come again.
@@ -59,8 +53,6 @@ def by_component(
     parts: list[tuple[np.ndarray, Schedule, int]] = []  # of others: nodes, batches, the first one
     batch_types, bound, unseen, name = [np.zeros(0, np.int32)], 0.0, 0, ""
     start = 0
-    inside = np.zeros(len(graph.types), bool)  # types that `solve_inside` has run
-    when_inside = np.empty(len(graph.node_type), np.int32)
     for types in components:
         if len(types) == 1:
             (t,) = types
@@ -68,13 +60,6 @@ def by_component(
             batch_types.append(np.full(longest[t], t, np.int32))
             start += longest[t]
             bound += longest[t] if weights is None else float(np.full(longest[t], weights[t]).sum())
-            continue
-        done = solve_inside and solve_inside(graph, PartOfGraph(types, when_inside, start))
-        if done:
-            inside[types] = True
-            batch_types.append(np.array(done[0], np.int32))
-            start += len(done[0])
-            unseen += done[1]
             continue
         nodes, part = graph.restrict(types)
         batches = solve(part)
@@ -85,8 +70,6 @@ def by_component(
         bound += batches.bound
         unseen += batches.unseen
     when = first[graph.node_type] + rank
-    if inside.any():
-        when = np.where(inside[graph.node_type], when_inside, when)
     for nodes, batches, begin in parts:
         when[nodes] = begin + batches.batch
     return schedule_of(np.concatenate(batch_types), when, name, bound=bound, unseen=unseen)

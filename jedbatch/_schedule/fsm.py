@@ -26,7 +26,7 @@ from typing import Any
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
-from jedbatch._schedule.compiled import AHEAD, PartOfGraph, run_compiled
+from jedbatch._schedule.compiled import run_compiled
 from jedbatch._schedule.components import by_component
 from jedbatch._schedule.encodings import CODES, ENCODINGS, WORDS, Code, encode
 from jedbatch._schedule.frontier import Frontier
@@ -200,7 +200,6 @@ class FSM:
         batches = by_component(
             graph,
             lambda part: self._run(part, number),
-            solve_inside=self._run_inside if self.fallback in AHEAD else None,
             needs_chains=self.encoding == "phase",
         )
         return dataclasses.replace(batches, policy=f"FSM {self.encoding}")
@@ -208,12 +207,6 @@ class FSM:
     def _schedule_copies(self, graph: Graph, num_instances: int) -> Schedule:
         """Schedules a graph whose nodes count as several, of so many instances."""
         return self.schedule(graph)
-
-    def _run_inside(self, graph: Graph, part: PartOfGraph) -> tuple[list[int], int] | None:
-        """Runs a component of types by the compiled core; None if there is none."""
-        numbers = self.numbers(graph.labels)
-        done = run_compiled(graph, self.fallback, self.encoding, self.table, numbers, part)
-        return done and (done[0], done[2])
 
     def _run(self, graph: Graph, number: Mapping[str, int]) -> Schedule:
         numbers = [number[label] for label in graph.labels]

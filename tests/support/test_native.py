@@ -456,7 +456,7 @@ def test_arrays_that_do_not_fit_are_refused():
     def schedule(ptr=(0, 1, 1), succ=(1,), types=(0, 0), when=(0, 0), num_types=1):
         depths = i32(0, 1), np.array([1.0])
         arrays = i64(*ptr), i32(*succ), i32(*types), i32(*when)
-        return core.schedule(num_types, 0, 0, None, 0, (*arrays, *[None] * 3, *depths, *[None] * 6))
+        return core.schedule(num_types, 0, 0, None, (*arrays, *[None] * 2, *depths, *[None] * 6))
 
     assert schedule() == ([0, 0], 0)
     with pytest.raises(ValueError, match="out of range"):

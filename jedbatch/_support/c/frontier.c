@@ -24,8 +24,7 @@ typedef struct {
 } Type;
 
 typedef struct {
-    Py_ssize_t num_nodes, num_edges, num_types, num_left; /* how many nodes run, at first */
-    const uint8_t *inside;                   /* T: whether nodes run; NULL if all do */
+    Py_ssize_t num_nodes, num_edges, num_types;
     int32_t *waiting;                        /* N: makers that have not run */
     const int64_t *succ_ptr;                 /* N + 1 */
     const int32_t *succ, *node_type, *depth; /* M, N, N */
@@ -274,10 +273,10 @@ look_up(Frontier *f, const Policy *policy)
 /* Runs all nodes; appends the types of batches to a list. The batches left to the heuristic, or -1
  * on errors. */
 static Py_ssize_t
-run_all(Frontier *f, const Policy *policy, int32_t first, PyObject *batch_types)
+run_all(Frontier *f, const Policy *policy, PyObject *batch_types)
 {
-    Py_ssize_t left = f->num_left, unseen = 0;
-    for (int32_t batch = first; left > 0; batch++) {
+    Py_ssize_t left = f->num_nodes, unseen = 0;
+    for (int32_t batch = 0; left > 0; batch++) {
         f->num_ready_types = 0;
         for (int32_t t = 0; t < f->num_types; t++)
             if (f->types[t].num_ready > 0)
@@ -304,34 +303,21 @@ run_all(Frontier *f, const Policy *policy, int32_t first, PyObject *batch_types)
     return unseen;
 }
 
-static int
-runs(const Frontier *f, int32_t node)
-{
-    return f->inside == NULL || f->inside[f->node_type[node]];
-}
-
-/* Counts the makers of each node that run, and finds which nodes turn. */
+/* Counts the makers of each node, and finds which nodes turn. */
 static void
 look_at_edges(Frontier *f)
 {
     for (Py_ssize_t i = 0; i < f->num_nodes; i++)
-        f->waiting[i] = runs(f, (int32_t)i) ? 0 : INT32_MAX;
-    for (Py_ssize_t i = 0; i < f->num_nodes; i++) {
-        if (!runs(f, (int32_t)i))
-            continue;
         for (int64_t e = f->succ_ptr[i]; e < f->succ_ptr[i + 1]; e++) {
             int32_t reader = f->succ[e];
-            if (!runs(f, reader))
-                continue;
             f->waiting[reader]++;
             if (f->looks && f->height[i] == f->height[reader] + 1 &&
                 f->node_type[i] != f->node_type[reader])
                 f->turns[i] = 1;
         }
-    }
 }
 
-/* Puts the nodes that run in rows; 0 if there was enough memory. */
+/* Puts the nodes in rows; 0 if there was enough memory. */
 static int
 fill_rows(Frontier *f)
 {
@@ -350,8 +336,7 @@ fill_rows(Frontier *f)
         return -1;
     }
     for (Py_ssize_t i = 0; i < f->num_nodes; i++)
-        if (runs(f, (int32_t)i))
-            f->left_in_row[f->first_row[f->node_type[i]] + f->chain[i]]++;
+        f->left_in_row[f->first_row[f->node_type[i]] + f->chain[i]]++;
     for (Py_ssize_t t = 0; t < f->num_types; t++) /* never empty, before those of the type */
         f->left_in_row[f->first_row[t]]++;
     return 0;
@@ -361,7 +346,6 @@ fill_rows(Frontier *f)
 static int
 prepare(Frontier *f)
 {
-    f->num_left = 0;
     for (Py_ssize_t i = 0; i < f->num_nodes; i++) {
         int64_t begin = f->succ_ptr[i], end = f->succ_ptr[i + 1];
         int is_valid = f->node_type[i] >= 0 && f->node_type[i] < f->num_types && begin <= end &&
@@ -369,10 +353,7 @@ prepare(Frontier *f)
         is_valid = is_valid && (!f->looks || (f->chain[i] >= 0 && f->chain[i] <= f->num_nodes));
         if (!is_valid || (f->weight != NULL && (f->weight[i] < 1 || f->weight[i] > INT32_MAX)))
             goto invalid;
-        if (runs(f, (int32_t)i)) {
-            f->types[f->node_type[i]].num_left += count_of(f, (int32_t)i);
-            f->num_left++;
-        }
+        f->types[f->node_type[i]].num_left += count_of(f, (int32_t)i);
     }
     for (Py_ssize_t e = 0; e < f->num_edges; e++)
         if (f->succ[e] < 0 || f->succ[e] >= f->num_nodes)
@@ -392,7 +373,6 @@ invalid:
 /* The arrays that `schedule` gets, in this order. */
 enum {
     SUCC_PTR, SUCC, NODE_TYPE, WHEN,                 /* always */
-    INSIDE,                                          /* where only nodes of some types run */
     HEIGHTS, CHAIN,                                  /* to look at heights and chains */
     DEPTH, DEPTH_SUMS,                               /* for `agenda` */
     CHAIN_OF, RELAYED, BLOCKERS, NUM_NEXT,           /* for `sufficient` */
@@ -401,7 +381,7 @@ enum {
     NUM_ARRAYS
 };
 /* Bytes of their items, negative where they are written to. */
-static const int item_sizes[NUM_ARRAYS] = {8, 4, 4, -4, 1, 4, 4, 4, -8, 8, 1, -8, -8, 8, 8};
+static const int item_sizes[NUM_ARRAYS] = {8, 4, 4, -4, 4, 4, 4, -8, 8, 1, -8, -8, 8, 8};
 
 /* Whether the lengths of arrays fit each other. */
 static int
@@ -409,7 +389,6 @@ fit(const Frontier *f, const Py_ssize_t *lengths)
 {
     Py_ssize_t n = f->num_nodes, t = f->num_types;
     int fits = t > 0 && lengths[SUCC_PTR] == n + 1 && lengths[WHEN] == n &&
-               (f->inside == NULL || lengths[INSIDE] == t) &&
                (f->weight == NULL || lengths[WEIGHT] == n);
     if (fits && f->looks)
         fits = lengths[HEIGHTS] == n && lengths[CHAIN] == n;
@@ -432,7 +411,7 @@ allocate(Frontier *f)
     f->ready = malloc(f->num_types * sizeof(int32_t));
     f->codes = malloc(f->num_types * sizeof(int64_t));
     f->types = calloc(f->num_types, sizeof(Type));
-    f->waiting = malloc((f->num_nodes + 1) * sizeof(int32_t));
+    f->waiting = calloc(f->num_nodes + 1, sizeof(int32_t));
     f->turns = f->looks ? calloc(f->num_nodes + 1, 1) : NULL;
     f->first_row = malloc(f->num_types * sizeof(int64_t));
     f->last_row = calloc(f->num_types, sizeof(int64_t));
@@ -463,8 +442,8 @@ release_memory(Frontier *f)
     free(f->left_in_row);
 }
 
-/* schedule(num_types, heuristic, encoding, table, first, arrays): (types of batches, batches left to
- * the heuristic); the batches are numbered from `first` on. `arrays` has None for those that nobody needs; `table` is None without a machine. */
+/* schedule(num_types, heuristic, encoding, table, arrays): (types of batches, batches left to the
+ * heuristic). `arrays` has None for those that nobody needs; `table` is None without a machine. */
 PyObject *
 schedule(PyObject *module, PyObject *args)
 {
@@ -472,9 +451,8 @@ schedule(PyObject *module, PyObject *args)
     Policy policy;
     PyObject *given, *result = NULL, *batch_types;
     Py_ssize_t num_types;
-    int first;
-    if (!PyArg_ParseTuple(args, "niiOiO!", &num_types, &policy.heuristic, &policy.encoding,
-                          &policy.table, &first, &PyTuple_Type, &given))
+    if (!PyArg_ParseTuple(args, "niiOO!", &num_types, &policy.heuristic, &policy.encoding,
+                          &policy.table, &PyTuple_Type, &given))
         return NULL;
     Buffers buffers = {0};
     void *data[NUM_ARRAYS];
@@ -485,10 +463,9 @@ schedule(PyObject *module, PyObject *args)
     Frontier f = {
         .num_nodes = lengths[NODE_TYPE], .num_edges = lengths[SUCC], .num_types = num_types,
         .succ_ptr = data[SUCC_PTR], .succ = data[SUCC], .node_type = data[NODE_TYPE],
-        .inside = data[INSIDE], .depth = data[DEPTH], .height = data[HEIGHTS],
-        .chain = data[CHAIN], .depth_sums = data[DEPTH_SUMS], .chain_of = data[CHAIN_OF],
-        .relayed = data[RELAYED], .blockers = data[BLOCKERS], .num_next = data[NUM_NEXT],
-        .weight = data[WEIGHT],
+        .depth = data[DEPTH], .height = data[HEIGHTS], .chain = data[CHAIN],
+        .depth_sums = data[DEPTH_SUMS], .chain_of = data[CHAIN_OF], .relayed = data[RELAYED],
+        .blockers = data[BLOCKERS], .num_next = data[NUM_NEXT], .weight = data[WEIGHT],
         .when = data[WHEN], .looks = data[HEIGHTS] != NULL, .sums = data[DEPTH] != NULL,
         .chains = data[CHAIN_OF] != NULL,
     };
@@ -501,7 +478,7 @@ schedule(PyObject *module, PyObject *args)
     if (!has_all || !fit(&f, lengths)) {
         do_not_fit();
     } else if (allocate(&f) == 0 && prepare(&f) == 0 && (batch_types = PyList_New(0)) != NULL) {
-        Py_ssize_t unseen = run_all(&f, &policy, first, batch_types);
+        Py_ssize_t unseen = run_all(&f, &policy, batch_types);
         if (unseen >= 0)
             result = Py_BuildValue("(On)", batch_types, unseen);
         Py_DECREF(batch_types);
