@@ -188,11 +188,6 @@ def fewest_rows(registry: Registry, type_ids: Iterable[int]) -> int | None:
     return min((n for t in type_ids for _, n, _ in _known_rows(registry, t)), default=None)
 
 
-def kinds_looked_up(registry: Registry, type_ids: Iterable[int]) -> set[Kind]:
-    """Returns the kinds of numbers by which nodes of these types look up rows of tables."""
-    return {kind for t in type_ids for _, _, kind in _known_rows(registry, t)}
-
-
 def _known_rows(registry: Registry, t: int) -> tuple[tuple[int, int, Kind], ...]:
     """Returns (operand, rows that there are, kind) of the look-ups of a type."""
     rows_known = registry.table_rows
