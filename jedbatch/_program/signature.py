@@ -31,13 +31,10 @@ from jedbatch._program.capacity import Capacity, result_bytes
 from jedbatch._program.instructions import Branch, InstructionSet
 from jedbatch._program.runs import widths_of
 from jedbatch._program.tables import TableLayout
-from jedbatch._support.caches import Memory
 from jedbatch._support.types import Dtype
 
 if TYPE_CHECKING:
     from jaxtyping import Int64
-
-MAX_LOWERINGS = 64  # sets of types that are kept ready to be lowered for a program
 
 
 @dataclass(frozen=True)
@@ -261,15 +258,11 @@ class Signature:
           (int64[T, R], the first row of each result of each type; int64[K, 5], of each kernel its
           type, its place, its operands, where their rows begin in the table, and lanes there).
         """
-        key = kernels, type_ids, space.shape
-        found = self._lowerings.get(key)
-        if found is None:
-            base = np.zeros(space.shape, np.int64)
-            for t, kernel in zip(type_ids, kernels, strict=True):
-                k = self.places[kernel]
-                base[t, : len(self.bases[k])] = self.bases[k]
-            found = self._lowerings[key] = base, self.operand_places(kernels, type_ids)
-        return found
+        base = np.zeros(space.shape, np.int64)
+        for t, kernel in zip(type_ids, kernels, strict=True):
+            bases = self.bases[self.places[kernel]]
+            base[t, : len(bases)] = bases
+        return base, self.operand_places(kernels, type_ids)
 
     def operand_places(self, kernels: tuple[Kernel, ...], type_ids: tuple[int, ...]) -> np.ndarray:
         """Returns int64[K, 5], as `lowering` does."""
@@ -279,10 +272,6 @@ class Signature:
             offset, (num_operands, lanes) = self.form.places["operands", k]
             columns.append((t, k, num_operands, offset, lanes))
         return np.array(columns, np.int64).reshape(-1, 5)
-
-    @functools.cached_property
-    def _lowerings(self) -> dict[Any, tuple[np.ndarray, np.ndarray]]:
-        return Memory(MAX_LOWERINGS)
 
     @functools.cached_property
     def form(self) -> TableLayout:
