@@ -24,8 +24,6 @@ from jedbatch._program.returned import split_outputs, stacked
 from jedbatch._program.signature import Signature
 from jedbatch._support.types import Array, Dtype
 
-JOINED_BYTES = 1 << 16  # of input rows that are joined first; memory for more is mapped anew
-
 
 def assemble(
     rooms: Mapping[Kind, int],
@@ -44,7 +42,7 @@ def assemble(
     columns = _held_by_all(records)
     if columns is not None:
         return {
-            input_name(kind): _filled_up(kind, columns.get(kind), room)
+            input_name(kind): pack_rows(kind, columns.get(kind, ()), room)
             for kind, room in rooms.items()
         }
     rows: Array
@@ -159,17 +157,6 @@ def _held_by_all(records: Sequence[Record]) -> dict[Kind, list[np.ndarray]] | No
     if not alike or len(set(kinds)) < len(kinds):
         return None
     return {kind: [x[1][j] for x in held] for j, kind in enumerate(kinds)}  # type: ignore[index]
-
-
-def _filled_up(kind: Kind, parts: Sequence[np.ndarray] | None, capacity: int) -> np.ndarray:
-    """Returns parts [k, *shape] as one array [capacity, *shape]; rows beyond them are zeros."""
-    rows = np.zeros((capacity, *kind[0]), kind[1])
-    if parts and rows.nbytes > JOINED_BYTES:
-        np.concatenate(parts, out=rows[: sum(map(len, parts))])
-    elif parts:
-        joined = np.concatenate(parts)  # each part takes less time than to a place that is given
-        rows[: len(joined)] = joined
-    return rows
 
 
 def pack_rows(
