@@ -104,12 +104,11 @@ def allocate(
     last: np.ndarray,
     *,
     slack: float = PEAK_TOLERANCE,
-    most_pairs: int = MAX_EDGES,
 ) -> Allocation:
     """Offsets for blocks of rows such that few rows are needed, fast; see the top of the module.
 
     The peak is within `slack` of the live bound or no higher than that of `by_size`, unless there
-    are more than `MAX_BLOCKS` blocks, or `most_pairs` pairs of blocks that are alive at the same
+    are more than `MAX_BLOCKS` blocks, or `MAX_EDGES` pairs of blocks that are alive at the same
     step.
 
     Args:
@@ -117,7 +116,6 @@ def allocate(
       first: int[N], the step that writes it.
       last: int[N], the last step that reads it.
       slack: a peak of `1 + slack` times the live bound is good enough; the larger, the faster.
-      most_pairs: how many edges of the interference graph are worth looking at.
 
     Returns:
       The `Allocation`, the same for the same arguments.
@@ -135,7 +133,7 @@ def allocate(
     if best.peak <= enough:
         return best
     pairs = int(_degree(first, last).sum()) // 2
-    if pairs > most_pairs or len(size) > MAX_BLOCKS:
+    if pairs > MAX_EDGES or len(size) > MAX_BLOCKS:
         return best
     near = _Interference.of(first, last)
     orders = [_by_size(size), *(_by_edges(size, first, last, most) for most in (1, 3))]

@@ -27,11 +27,11 @@ tree are its choices, each independent of the others. So an order with every ope
 aligned is found whenever there is one.
 
 Where there is none, we depart from the paper, which drops whole batches: operands are admitted one
-by one, those of the heaviest batch first, and the earlier of equally heavy ones; in a batch, the
-result before the sources. An operand that no order allows together with those admitted before it
-is dropped, and everything is as if it had not been there. This is exact: trying all orders would
-admit the same operands. Most can be tried many at a time, since operands that all fit together
-also fit one by one; where they do not, fewer are tried, down to the one that is to blame.
+by one, those of an earlier batch first; in a batch, the result before the sources. An operand that
+no order allows together with those admitted before it is dropped, and everything is as if it had
+not been there. This is exact: trying all orders would admit the same operands. Most can be tried
+many at a time, since operands that all fit together also fit one by one; where they do not, fewer
+are tried, down to the one that is to blame.
 
 An operand that repeats a variable can never be adjacent: it constrains nothing and is a gather. If
 all its variables are one, it constrains nothing either, and is read in one piece, repeatedly.
@@ -109,9 +109,7 @@ class Arrangement:
         return "\n".join(lines)
 
 
-def arrange(
-    num_variables: int, batches: Sequence[Batch], *, weights: Sequence[float] | None = None
-) -> Arrangement:
+def arrange(num_variables: int, batches: Sequence[Batch]) -> Arrangement:
     """Orders variables in memory so that operands of batches are contiguous and aligned.
 
     Examples:
@@ -122,7 +120,6 @@ def arrange(
     Args:
       num_variables: variables are 0, …, num_variables - 1.
       batches: of each, its operands, the result first; variable k of each belongs to operation k.
-      weights: of each batch, such as its bytes: the heaviest are admitted first.
 
     Returns:
       The arrangement. The same arguments give the same one.
@@ -130,16 +127,14 @@ def arrange(
     Raises:
       ValueError: if there is no such variable, or operands of a batch differ in length.
     """
-    _validate(num_variables, batches, weights)
+    _validate(num_variables, batches)
     batches = [[tuple(map(int, operand)) for operand in batch] for batch in batches]
-    weights = [1.0] * len(batches) if weights is None else weights
-    heaviest_first = sorted(range(len(batches)), key=lambda b: -weights[b])
     planner = _Planner(num_variables, batches)
     planner.admit(
         [
             (b, k)
-            for b in heaviest_first
-            for k, operand in enumerate(batches[b])
+            for b, batch in enumerate(batches)
+            for k, operand in enumerate(batch)
             if len(set(operand)) == len(operand) > 0
         ]
     )
@@ -158,14 +153,7 @@ def arrange(
     )
 
 
-def _validate(
-    num_variables: int, batches: Sequence[Batch], weights: Sequence[float] | None
-) -> None:
-    if weights is not None and len(weights) != len(batches):
-        raise ValueError(
-            f"`arrange` was given {len(weights)} weights for {len(batches)} batches; give one for "
-            "each, or none at all."
-        )
+def _validate(num_variables: int, batches: Sequence[Batch]) -> None:
     for b, batch in enumerate(batches):
         lengths = list(map(len, batch))
         if len(set(lengths)) > 1:

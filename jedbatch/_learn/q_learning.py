@@ -44,6 +44,11 @@ NUM_SLOTS = 1 << 13  # rows of the table
 MANY_ANCESTORS = 16  # nearest nodes of the same type looked at to find what could run next
 NAMES = tuple(ENCODINGS)
 
+# Of the equations above, and how learning goes: episodes at once, and the share of random actions
+# in the first round and in the last fifth, which falls evenly.
+RATE, ALPHA, DISCOUNT, STEPS = 0.1, 1.0, 0.9, 8
+AT_ONCE, EPSILON = 16, (0.4, 0.02)
+
 
 class Problem(NamedTuple):
     """A graph to learn on, as arrays. N classes of nodes, T types, B instances.
@@ -198,11 +203,8 @@ def preferred(table: QTable, row: Array, on: Array, untried: Array, xp: Any = jn
     return xp.where(on, value, -xp.inf).argmax(-1)
 
 
-@functools.partial(jax.jit, static_argnames=("num_episodes", "max_steps", "num_steps"))
-def learning_round(
-    problem, table, encoding, chosen, key, epsilon, rate, alpha, discount, untried,
-    *, num_episodes, max_steps, num_steps,
-):  # fmt: skip
+@functools.partial(jax.jit, static_argnames="max_steps")
+def learning_round(problem, table, encoding, chosen, key, epsilon, untried, *, max_steps):
     """Runs episodes at once and updates the table: (table, cost of the first episodes).
 
     The first episodes are greedy, each on a row of `chosen` (float[E, B], 1 for the instances that
@@ -210,12 +212,12 @@ def learning_round(
     """
     num_types, num_instances = len(problem.weights), problem.count.shape[1]
     salt = jnp.asarray(salts(num_types))
-    drawn = jax.random.uniform(key, (num_episodes, 1 + num_instances + 2 * max_steps))
+    drawn = jax.random.uniform(key, (AT_ONCE, 1 + num_instances + 2 * max_steps))
     ends = [1, 1 + num_instances, 1 + num_instances + max_steps]
     share, tickets, coins, dice = jnp.split(drawn, ends, axis=1)
     part = tickets < 0.25 + 0.75 * share
     part = part.astype(jnp.float32).at[: len(chosen)].set(chosen)
-    explores = jnp.where(jnp.arange(num_episodes) < len(chosen), 0.0, epsilon)
+    explores = jnp.where(jnp.arange(AT_ONCE) < len(chosen), 0.0, epsilon)
 
     def episode(part, explore, coins, dice):
         count = problem.count @ part
@@ -229,7 +231,7 @@ def learning_round(
             greedy = preferred(table, row, on, jnp.where(explore > 0, untried, -1e6))
             a = jnp.where(coins[i] < explore, explored, greedy)
             ratio = looks.num_ready[a] / jnp.maximum(looks.num_next[a], 1)
-            reward = problem.weights[a] * (-1 + alpha * jnp.minimum(ratio, 1))
+            reward = problem.weights[a] * (-1 + ALPHA * jnp.minimum(ratio, 1))
             run = looks.ready & (problem.node_type == a)
             return (
                 i + 1,
@@ -244,23 +246,23 @@ def learning_round(
             0,
             jnp.append(count == 0, True),
             0.0,
-            jnp.full(max_steps + num_steps, NUM_SLOTS),
+            jnp.full(max_steps + STEPS, NUM_SLOTS),
             jnp.zeros(max_steps, jnp.int32),
-            jnp.zeros(max_steps + num_steps),
+            jnp.zeros(max_steps + STEPS),
         )
         more = lambda carry: ~carry[1].all() & (carry[0] < max_steps)  # noqa: E731
         _, done, cost, rows, actions, rewards = jax.lax.while_loop(more, step, start)
         tried = jnp.where(table.tries > 0, table.value, -jnp.inf).max(1)
         ahead = jnp.append(jnp.where(jnp.isfinite(tried), tried, 0.0), 0.0)
-        window = rewards[np.arange(max_steps)[:, None] + np.arange(num_steps)]
-        returns = discount**num_steps * ahead[rows[num_steps:]]
-        returns += window @ discount ** np.arange(num_steps)
+        window = rewards[np.arange(max_steps)[:, None] + np.arange(STEPS)]
+        returns = DISCOUNT**STEPS * ahead[rows[STEPS:]]
+        returns += window @ DISCOUNT ** np.arange(STEPS)
         return jnp.where(done.all(), cost, jnp.inf), rows[:max_steps], actions, returns
 
     cost, rows, actions, returns = jax.vmap(episode)(part, explores, coins, dice)
     sums = jnp.zeros((NUM_SLOTS + 1, num_types)).at[rows, actions].add(returns)[:-1]
     times = jnp.zeros((NUM_SLOTS + 1, num_types)).at[rows, actions].add(1.0)[:-1]
-    pull = jnp.where(table.tries > 0, 1 - (1 - rate) ** times, 1.0)
+    pull = jnp.where(table.tries > 0, 1 - (1 - RATE) ** times, 1.0)
     value = jnp.where(
         times > 0, table.value + pull * (sums / jnp.maximum(times, 1) - table.value), table.value
     )
@@ -278,12 +280,6 @@ def q_learn(
     key: jax.Array,
     *,
     episodes: int,
-    at_once: int = 16,
-    steps: int = 8,
-    rate: float = 0.1,
-    alpha: float = 1.0,
-    discount: float = 0.9,
-    epsilon: tuple[float, float] = (0.4, 0.02),
     progress: bool = False,
 ) -> tuple[QTable, list[tuple[int, float]]]:
     """Learns a table by Q-learning.
@@ -297,12 +293,6 @@ def q_learn(
         every action is worth trying.
       key: for random numbers.
       episodes: how many in all.
-      at_once: how many in a round.
-      steps: N of the equations of the module.
-      rate: of these equations.
-      alpha: of these equations.
-      discount: d of these equations.
-      epsilon: share of random actions in the first round, and in the last fifth; it falls evenly.
       progress: whether to show a progress bar.
 
     Returns:
@@ -319,20 +309,25 @@ def q_learn(
     bound = sum((chain * is_here[:, None]).max(0) @ problem.weights for is_here in occurs)
     longest = 2 * int(chain.max(0).sum()) + 64
     max_steps = 1 << (longest - 1).bit_length()
-    num_rounds = 1 + max(1, episodes // at_once)  # in the last, what was learned is judged only
+    num_rounds = 1 + max(1, episodes // AT_ONCE)  # in the last, what was learned is judged only
     least, best_round, curve = np.inf, 0, []
     for i in progress_bar(range(num_rounds), f"Q-learning {encoding}", progress):
         key, round_key = jax.random.split(key)
         done = min(1.0, i / (0.8 * num_rounds))
-        share = epsilon[0] + (epsilon[1] - epsilon[0]) * done
+        share = EPSILON[0] + (EPSILON[1] - EPSILON[0]) * done
         judged = table
         table, cost = learning_round(
-            problem, table, NAMES.index(encoding), takes_part, round_key, share, rate, alpha,
-            discount, -1e6 if known else 0.0,
-            num_episodes=at_once, max_steps=max_steps, num_steps=steps,
-        )  # fmt: skip
+            problem,
+            table,
+            NAMES.index(encoding),
+            takes_part,
+            round_key,
+            share,
+            -1e6 if known else 0.0,
+            max_steps=max_steps,
+        )
         cost = np.asarray(cost)
-        curve.append((i * at_once, float(cost[0])))
+        curve.append((i * AT_ONCE, float(cost[0])))
         if cost.sum() < least:
             least, best_round, best = cost.sum(), i, judged
         if least <= bound + 1e-4 or i - best_round >= PATIENCE_ROUNDS:

@@ -51,13 +51,13 @@ def judge(found, num_variables, batches):
                 assert found.contiguous[b][k]
 
 
-def greedy(num_variables, batches, priority):
+def greedy(num_variables, batches):
     """The operands that cannot be admitted in turn, by trying all orders."""
     rows = [rows_of(order) for order in itertools.permutations(range(num_variables))]
     refused = []
-    for b in priority:
+    for b, batch in enumerate(batches):
         admitted = []
-        for k, operand in enumerate(batches[b]):
+        for k, operand in enumerate(batch):
             if len(set(operand)) < len(operand):
                 continue
             left = []
@@ -100,12 +100,10 @@ def test_random_programs(seed):
             if rng.random() < 0.1:
                 batch[-1] = rng.integers(0, num_variables, width).tolist()
             batches.append(batch)
-        weights = rng.integers(1, 4, len(batches)).tolist() if rng.random() < 0.5 else None
-        found = arrange(num_variables, batches, weights=weights)
+        found = arrange(num_variables, batches)
         judge(found, num_variables, batches)
-        priority = np.argsort([-w for w in weights or [1] * len(batches)], kind="stable").tolist()
-        refused, rows = greedy(num_variables, batches, priority)
-        assert [(b, k) for b, k, _ in found.dropped] == refused, (batches, weights)
+        refused, rows = greedy(num_variables, batches)
+        assert [(b, k) for b, k, _ in found.dropped] == refused, batches
         assert rows_of(found.order) in rows
         outcomes["all"] += not refused
         for word in ("adjacent", "aligned"):
@@ -180,7 +178,6 @@ def test_conflicts_are_reported():
     assert found.operations[2] == (0, 1)
     star = [[[0, 1]], [[0, 2]], [[0, 3]]]
     assert [d.batch for d in arrange(4, star).dropped] == [2]
-    assert [d.batch for d in arrange(4, star, weights=[1, 2, 3]).dropped] == [0]
 
 
 def test_the_rest_of_a_batch_is_kept():
@@ -205,7 +202,7 @@ def test_degenerate_arguments():
     assert arrange(3, []).order == (0, 1, 2)
     assert arrange(2, [[]]).contiguous == ((),)
     assert arrange(2, [[[], []]]).operations == ((),)
-    found = arrange(4, [np.array([[0, 1], [3, 2]])], weights=np.array([2.0]))
+    found = arrange(4, [np.array([[0, 1], [3, 2]])])
     assert all(type(v) is int for v in found.order)
     assert found.order == (0, 1, 3, 2)
 
@@ -223,5 +220,3 @@ def test_misuse():
         arrange(3, [[[0, 1], [2]]])
     with pytest.raises(ValueError, match=r"variable 3; expected 0 to 2"):
         arrange(3, [[[0, 3]]])
-    with pytest.raises(ValueError, match="give one for each"):
-        arrange(3, [[[0, 1]]], weights=[1.0, 2.0])
