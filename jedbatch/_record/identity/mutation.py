@@ -24,7 +24,6 @@ from jedbatch._jaxpr.identity import (
 )
 from jedbatch._record.identity.functions import FUNCTIONS_OF_RULES, function_of
 from jedbatch._record.instances.arrays import PLAIN_TYPES
-from jedbatch._support.native import core
 
 MOST_PARTS = 256  # of a container or function that are looked at each time
 # Descriptors that read what may be assigned.
@@ -59,9 +58,6 @@ class Watched(NamedTuple):
 
 def hold_the_same(holders: Holders) -> bool:
     """Returns whether everything is where it was."""
-    compiled = core()
-    if compiled is not None:
-        return compiled.hold_the_same(holders)
     return all(map(_is_same, holders))
 
 

@@ -136,7 +136,6 @@ static PyMethodDef functions[] = {
     {"copy_ints", copy_ints, METH_VARARGS, NULL},
     {"fast_path", make_fast_path, METH_VARARGS, NULL},
     {"is_off", is_off, METH_NOARGS, NULL},
-    {"hold_the_same", hold_the_same_in_python, METH_O, NULL},
     {"longest_paths", longest_paths, METH_O, NULL},
     {"longest_chains", longest_chains, METH_O, NULL},
     {"write_structures", write_structures, METH_VARARGS, NULL},

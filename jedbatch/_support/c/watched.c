@@ -66,15 +66,3 @@ hold_the_same(PyObject *holders)
     }
     return 1;
 }
-
-/* hold_the_same(holders): whether each of these (holder, slots, items) holds these items. */
-PyObject *
-hold_the_same_in_python(PyObject *module, PyObject *holders)
-{
-    (void)module;
-    if (!PyTuple_Check(holders)) {
-        PyErr_SetString(PyExc_TypeError, "expected a tuple");
-        return NULL;
-    }
-    return PyBool_FromLong(hold_the_same(holders));
-}

@@ -6,6 +6,5 @@
 #include "core.h"
 
 int hold_the_same(PyObject *holders);
-PyObject *hold_the_same_in_python(PyObject *module, PyObject *holders);
 
 #endif
