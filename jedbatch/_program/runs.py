@@ -9,9 +9,7 @@ import functools
 
 import numpy as np
 
-from jedbatch._graph.paths import int32_arrays, int64_arrays
 from jedbatch._layout.bucketing import NUM_WIDTHS, Buckets
-from jedbatch._support.native import core
 
 
 @functools.lru_cache(256)
@@ -54,12 +52,6 @@ def find_runs(
     reverse: bool = False,
 ) -> np.ndarray:
     """int64[..., 3]: (kind * NUM_WIDTHS + width id, first lane, chunks) of every run."""
-    compiled = core()
-    if compiled is not None:
-        runs = np.empty((trips.size, 3), np.int64)
-        kinds, starts, all_widths = int64_arrays(kind, start, widths)
-        given = kinds, starts, *int32_arrays(trips), all_widths, runs
-        return runs[: compiled.find_runs(int(reverse), given)]
     step, column, lane, size, count = cut_batches(kind, start, trips, widths, reverse=reverse)
     return merge_runs(kind[step] * NUM_WIDTHS + column, lane, size, count, reverse=reverse)
 

@@ -141,7 +141,6 @@ static PyMethodDef functions[] = {
     {"write_structures", write_structures, METH_VARARGS, NULL},
     {"schedule", schedule, METH_VARARGS, NULL},
     {"cut_lanes", cut_lanes, METH_O, NULL},
-    {"find_runs", find_runs, METH_VARARGS, NULL},
     {"instance_tokens", instance_tokens, METH_VARARGS, NULL},
     {"join", join, METH_VARARGS, NULL},
     {"tree_keys", tree_keys, METH_VARARGS, NULL},

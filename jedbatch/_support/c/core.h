@@ -46,7 +46,6 @@ PyObject *join(PyObject *module, PyObject *args);
 PyObject *sort_batches(PyObject *module, PyObject *given);
 PyObject *rank_batches(PyObject *module, PyObject *args);
 PyObject *cut_lanes(PyObject *module, PyObject *given);
-PyObject *find_runs(PyObject *module, PyObject *args);
 PyObject *begin_step(PyObject *module, PyObject *args);
 PyObject *follow_step(PyObject *module, PyObject *args);
 PyObject *write_table(PyObject *module, PyObject *args);

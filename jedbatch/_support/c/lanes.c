@@ -1,5 +1,5 @@
-/* Orders, lanes, runs and tables of a scheduled graph: the twin of parts of `_layout/node_order.py`,
- * `_layout/layout.py`, `_program/runs.py` and `_program/lower.py`, which say what is computed. */
+/* Orders, lanes and tables of a scheduled graph: the twin of parts of `_layout/node_order.py`,
+ * `_layout/layout.py` and `_program/lower.py`, which say what is computed. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -168,65 +168,6 @@ cut_lanes(PyObject *module, PyObject *given)
     int64_t lanes = fits ? lane_ptr[num_types] : 0;
     release_buffers(&buffers);
     return fits ? PyLong_FromLongLong(lanes) : do_not_fit();
-}
-
-/* find_runs(reverse, (kind of batches, start, trips, widths, runs)): writes the runs of chunks that
- * are of one kind and width and follow one another, as (kind * widths + width id, first lane,
- * chunks), and returns how many there are. */
-PyObject *
-find_runs(PyObject *module, PyObject *args)
-{
-    (void)module;
-    static const int sizes[5] = {8, 8, 4, 8, -8};
-    PyObject *given;
-    int reverse;
-    if (!PyArg_ParseTuple(args, "iO", &reverse, &given))
-        return NULL;
-    Buffers buffers = {0};
-    void *data[5];
-    Py_ssize_t lengths[5], count = 0;
-    if (get_buffers(&buffers, given, 5, sizes, data, lengths) < 0)
-        return NULL;
-    const int64_t *kind = data[0], *start = data[1], *widths = data[3];
-    const int32_t *trips = data[2];
-    int64_t *runs = data[4], before = 0, after = 0; /* where the last chunk begins and ends */
-    Py_ssize_t num_batches = lengths[0], num_kinds = lengths[3] / NUM_WIDTHS;
-    int fits = lengths[1] == num_batches && lengths[2] == num_batches * NUM_WIDTHS &&
-               num_kinds > 0 && lengths[4] == 3 * lengths[2];
-    for (Py_ssize_t b = 0; fits && b < num_batches; b++) {
-        fits = kind[b] >= 0;
-        if (!fits)
-            break;
-        int64_t lane = start[b];
-        const int64_t *own = widths + (kind[b] < num_kinds ? kind[b] : num_kinds - 1) * NUM_WIDTHS;
-        for (int w = 0; reverse && w < NUM_WIDTHS; w++)
-            lane += trips[b * NUM_WIDTHS + w] * own[w];
-        for (int i = 0; i < NUM_WIDTHS; i++) {
-            int w = reverse ? i : NUM_WIDTHS - 1 - i;
-            int64_t chunks = trips[b * NUM_WIDTHS + w], size = chunks * own[w];
-            if (chunks == 0)
-                continue;
-            lane -= reverse ? size : 0;
-            int64_t what = kind[b] * NUM_WIDTHS + w, *last = runs + 3 * (count - 1);
-            int follows = count > 0 && last[0] == what &&
-                          (reverse ? before == lane + size : lane == after);
-            if (follows) {
-                last[1] = lane < last[1] ? lane : last[1];
-                last[2] += chunks;
-            }
-            else {
-                runs[3 * count] = what;
-                runs[3 * count + 1] = lane;
-                runs[3 * count + 2] = chunks;
-                count++;
-            }
-            before = lane;
-            after = lane + size;
-            lane += reverse ? 0 : size;
-        }
-    }
-    release_buffers(&buffers);
-    return fits ? PyLong_FromSsize_t(count) : do_not_fit();
 }
 
 /* --- tables --- */
