@@ -16,11 +16,10 @@ Read in this order:
    finds it.
 8. `vjp`: The reverse of a kernel: what it saves, what it sends back, and gradients of weights.
 9. `operand_lists`: Lists of operands, which the program of a lane takes as one array.
-10. `tables`: Functions of the rows of small tables, computed once for every row there is.
-11. `factors`: Products of two matrices of each lane, with factors laid out as XLA:CPU multiplies
+10. `factors`: Products of two matrices of each lane, with factors laid out as XLA:CPU multiplies
    them fastest.
-12. `rows_times_matrix`: Products of a vector of each lane and a matrix that all lanes share, by
+11. `rows_times_matrix`: Products of a vector of each lane and a matrix that all lanes share, by
    calls of the core.
-13. `kernel`: The program of a node type for one lane, forwards and backwards.
-14. `kernel_spec`: `KernelSpec`: a kernel as far as planning asks for it, without its program.
+12. `kernel`: The program of a node type for one lane, forwards and backwards.
+13. `kernel_spec`: `KernelSpec`: a kernel as far as planning asks for it, without its program.
 """

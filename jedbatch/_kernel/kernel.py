@@ -1,6 +1,6 @@
 """The program of a node type for one lane, forwards and backwards.
 
-A node type brings a jaxpr that maps shared values and operands to results. Four things are done
+A node type brings a jaxpr that maps shared values and operands to results. Three things are done
 to it, once, when the type first runs:
 
 **Shared work is lifted out.** What depends on shared values only (`w.T`, a slice of packed
@@ -14,15 +14,12 @@ batches to a transposed result. Swapped, a batch of them is one matrix product o
 **Products are put together** where several meet the same rows, and weights are transposed once if
 they would be summed over their last axis (see `_kernel.pack`).
 
-**Functions of rows of small tables** are computed once for each row (see `_kernel.tables`).
-
 Its reverse is found by `_kernel.vjp`.
 """
 
 import functools
-import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,25 +56,10 @@ from jedbatch._kernel.pack import fused
 from jedbatch._kernel.products import is_lopsided
 from jedbatch._kernel.residuals import KEPT, is_kept
 from jedbatch._kernel.rows_times_matrix import with_calls
-from jedbatch._kernel.tables import Table, tabulated
 from jedbatch._kernel.target import CPU, Target, lane_rule
 from jedbatch._kernel.vjp import KernelVjp, differentiable, tap
 from jedbatch._layout.bucketing import Buckets
 from jedbatch._support.types import Array, ControlFlowName
-
-
-class ConstTable(NamedTuple):
-    """A table among the consts of a kernel.
-
-    Attributes:
-      table: how it is made.
-      source: the const that it is made of.
-      results: the consts that are made; they are the last.
-    """
-
-    table: Table
-    source: int
-    results: range
 
 
 class Kernel:
@@ -99,7 +81,6 @@ class Kernel:
       parameters: the arguments of the program after the consts: operands, or lists of them.
       lists: the operands that are elements of lists of which some do not exist; None if all do.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
-      tables: those of the consts that are functions of the rows of others (see `_kernel.tables`).
       transposed: positions of consts that are the transpose of a shared matrix.
       lane_work: floating-point operations of a lane.
       buckets: the widths it is compiled in.
@@ -125,8 +106,8 @@ class Kernel:
     ):
         """Makes the program of a type.
 
-        Without `lists`, each operand is a parameter. If it is `plain`, there are no tables, and
-        no sums of lists among the parameters.
+        Without `lists`, each operand is a parameter. If it is `plain`, there are no sums of lists
+        among the parameters.
         """
         self.node_type = node_type
         self._target = target
@@ -155,20 +136,11 @@ class Kernel:
         if lists:
             closed, self.parameters = with_lists(closed, num_shared, self.parameters)
         closed = fused(closed, num_shared)
-        made: tuple[Table, ...] = ()
-        if not plain:
-            closed, made = tabulated(closed, num_shared, target.chunk_work)
-        num_given = num_shared + sum(len(table.kinds) for table in made)
         program = closed.jaxpr
-        shared_vars = program.invars[:num_shared]
-        table_vars = program.invars[num_shared:num_given]
-        self.operand_vars = program.invars[num_given:]
-        num_results = len(self.results)
-        num_own = num_results + self.is_bounded
-        self._outvars: list[Any] = list(program.outvars[:num_own])
-        sources: Any = program.outvars[num_own:]
-        self.jaxpr = jaxpr = program.replace(outvars=self._outvars[:num_results])
-        before_lanes = {*jaxpr.constvars, *shared_vars, *table_vars}
+        shared_vars, self.operand_vars = program.invars[:num_shared], program.invars[num_shared:]
+        self._outvars: list[Any] = list(program.outvars)
+        self.jaxpr = jaxpr = program.replace(outvars=self._outvars[: len(self.results)])
+        before_lanes = {*jaxpr.constvars, *shared_vars}
         before, self.body = [], []
         for eqn in jaxpr.eqns:
             if reads(eqn) and before_lanes.issuperset(reads(eqn)):
@@ -178,17 +150,10 @@ class Kernel:
                 self.body.append(eqn)
         read = [v for eqn in self.body for v in reads(eqn)]
         read += [v for v in self._outvars if isinstance(v, Var)]
-        read = [v for v in [*read, *sources] if v in before_lanes and v not in table_vars]
-        computed = list(dict.fromkeys(read))
-        self.const_vars = [*computed, *table_vars]
+        self.const_vars = list(dict.fromkeys(v for v in read if v in before_lanes))
         self.num_consts = len(self.const_vars)
-        ends = itertools.accumulate([len(computed), *(len(table.kinds) for table in made)])
-        self.tables = tuple(
-            ConstTable(table, computed.index(sources[table.source]), range(first, end))
-            for table, (first, end) in zip(made, itertools.pairwise(ends), strict=True)
-        )
         self.const_kinds = tuple((v.aval.shape, v.aval.dtype) for v in self.const_vars)
-        self._before = jaxpr.replace(invars=shared_vars, eqns=before, outvars=computed)
+        self._before = jaxpr.replace(invars=shared_vars, eqns=before, outvars=self.const_vars)
         self._before_consts = list(closed.consts)
         turned = {e.outvars[0] for e in before if e.primitive.name == "transpose"}
         self.transposed = {
@@ -212,9 +177,7 @@ class Kernel:
     def prologue(self, shared: Sequence[jax.Array]) -> list[Array]:
         """The consts, from the shared values that its type reads; once per program."""
         with made_in(f"`{self.node_type}`"):
-            consts = jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
-            tables = [table.compute(consts[source]) for table, source, _ in self.tables]
-            return [*consts, *itertools.chain(*tables)]
+            return jax.core.eval_jaxpr(self._before, self._before_consts, *shared)
 
     def arguments(self, operands: Sequence[Array]) -> list[Array]:
         """The operands, with arrays in place of lists of them."""
@@ -384,7 +347,7 @@ class Kernel:
     @functools.cached_property
     def plain(self) -> "Kernel":
         """A kernel of the same type whose derivatives may be left to JAX, see `__init__`."""
-        if not self.tables and not any(x.is_sum for x in self.parameters):
+        if not any(x.is_sum for x in self.parameters):
             return self
         with without_mesh():
             made = Kernel(

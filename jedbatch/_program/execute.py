@@ -462,11 +462,6 @@ class Backward:
             if taps:
                 lanes = self._lanes(k, consts[k], tables, arenas, state)
                 total = lanes.add_gradients(total)
-            for table in kernel.tables:
-                found = set().union(*(sources.pop(c, ()) for c in table.results))
-                if found:
-                    sources.setdefault(table.source, set()).update(found)
-                    total = lanes.pull_back_table(table, total)
             gradients.append(total)
             flags = [
                 self.alive_by(k, tables, state, sources[c], 0, 0).any() if c in sources else None

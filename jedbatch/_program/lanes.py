@@ -16,7 +16,7 @@ from jax import lax
 from jedbatch._jaxpr.faults import made_in
 from jedbatch._jaxpr.unknown_numbers import Starts
 from jedbatch._jaxpr.zeros import Sources, where_alive
-from jedbatch._kernel.kernel import ConstTable, Kernel
+from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import KernelVjp
 from jedbatch._kernel.weight_gradients import Tap
 from jedbatch._layout.bucketing import Buckets
@@ -182,24 +182,6 @@ class Lanes:
         for c, x in zip(tap.consts, gradients, strict=True):
             total[c] = x
         return total
-
-    def pull_back_table(self, table: ConstTable, total: Values) -> list[jax.Array | None]:
-        """Returns gradients of consts, with those of a table as a part of those of its source."""
-        rows = table.table.rows
-        readers = jnp.zeros(rows, jnp.int32)  # XLA:GPU has no atomic operation for bits
-        for tap in self.kernel.reverse.taps:
-            if not set(tap.consts).isdisjoint(table.results):
-                alive = functools.reduce(jnp.logical_or, self._alive(tap, 0, self.capacity))
-                (index,) = self._rows(tap, 0, self.capacity)
-                row = jnp.clip(index, 0, rows - 1)
-                readers = readers.at[row].add(alive.astype(jnp.int32))
-        cotangents = [total[c] for c in table.results]
-        sent = table.table.pull_back(self.consts[table.source], cotangents, readers > 0)
-        before = total[table.source]
-        changed = dict.fromkeys(table.results) | {
-            table.source: sent if before is None else before + sent
-        }
-        return [changed.get(c, x) for c, x in enumerate(total)]
 
     def _alive(self, tap: Tap, lane: Lane, width: int) -> list[jax.Array]:
         return [self.alive(sources, lane, width) for sources in tap.sources]
