@@ -4,7 +4,7 @@ Read in this order:
 
 1. `target`: The targets of compilation: constants that differ between kinds of devices, in one
    place.
-2. `products`: The products of a cell with weights: finding them, and taking packed ones apart.
+2. `products`: The products of a cell with weights: finding them.
 3. `covering`: Covering a table by few rectangles: which products of a cell become one.
 4. `pack`: Products of a cell with weights, put together: as few and as large as its dependencies
    allow.

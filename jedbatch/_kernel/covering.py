@@ -2,8 +2,8 @@
 
 A row of the table is a value that is multiplied, a column is a sum of products, an entry is a
 weight. A set of rows × a set of columns all of whose entries exist, a *rectangle*, is one matrix
-product: rows concatenated, weights packed as a block matrix, results split. We look for the
-fewest rectangles that hold every entry once. An entry that does not exist is never filled with
+product: rows concatenated, weights packed as a block matrix, results split. We look for few
+rectangles that hold every entry once. An entry that does not exist is never filled with
 zeros: 0·inf is not 0.
 
 Dependencies limit the choice. A GRU multiplies r·h, where r is a column itself:
@@ -17,25 +17,17 @@ A rectangle comes after all those with a column that one of its rows depends on,
 must have no circle. Rectangles with the same weights (the forget gates F h_k of a child-sum
 TreeLSTM) are *stacked*: one product of a matrix, whose rows are theirs.
 
-**Why this is not a schedule.** Algorithm 1 (`_schedule.policy`) batches operations of one type
-that are ready, as this does. But it runs everything that is ready, and x W of column n has to wait
-for r·h. Which products share a row or a column decides what can be packed, and the order follows
-from it, not the other way round. Covering by rectangles is hard in general; the tables of cells are
-small. Rows, and columns, that cannot be told apart count as one (what is best for one is best for
-the other), which leaves one entry for an LSTM and five for the GRU above. All partitions are tried,
-large rectangles first, until a budget is spent. The number of products counts first, the numbers
-they move second.
+Covering by the fewest rectangles is hard in general. Two covers are made, and the one with fewer
+products is taken; the numbers that they move count second. One has a rectangle for each set of rows
+that cannot be told apart, with all their columns. The other one goes through the columns as they
+become ready: those that have the same rows become one, as `r` and `z` above, and then what depends
+on them.
 """
 
-import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from jedbatch._graph.paths import bits
-
-SEARCH_BUDGET = 20_000  # rectangles tried, times the square of their number so far
-# Entries, equal rows and columns counted once, from which on a table is not searched.
-MAX_SEARCHED_ENTRIES = 100
 
 
 class Rectangle(NamedTuple):
@@ -150,108 +142,38 @@ class _Stack(NamedTuple):
 
 
 def cover(table: ProductTable) -> list[Group]:
-    """Groups, a product each, that hold every entry once: the fewest found."""
-    rows, columns = _row_classes(table), _column_classes(table)
-    kinds = [table.kinds[c[0]] for c in columns]
-    everything = frozenset(
-        (a, b)
-        for a, b in itertools.product(range(len(rows)), range(len(columns)))
-        if (rows[a][0], columns[b][0]) in table.entries
-    )
+    """Groups, a product each, that hold every entry once: few of them."""
 
-    def rectangle(some_rows: Sequence[int], some_columns: Sequence[int]) -> Rectangle:
-        return Rectangle(
-            tuple(sorted(r for a in some_rows for r in rows[a])),
-            tuple(sorted(c for b in some_columns for c in columns[b])),
-        )
+    def cost(rectangles: Sequence[Rectangle]) -> tuple[int, int]:
+        return len(table.stacked(rectangles)), sum(map(table.moved, rectangles))
 
-    # The product of each row with all its columns of a kind, or of each column with all its rows.
-    by_row: dict[tuple[int, Hashable], list[int]] = {}
-    by_column: dict[int, list[int]] = {}
-    for a, b in sorted(everything):
-        by_row.setdefault((a, kinds[b]), []).append(b)
-        by_column.setdefault(b, []).append(a)
-    best: list[Group] = []
-    least: tuple[float, int] = (float("inf"), 0)
-    budget = SEARCH_BUDGET
-
-    def consider(rectangles: Sequence[Rectangle]) -> None:
-        nonlocal best, least
-        groups = table.stacked(rectangles)
-        cost = len(groups), sum(map(table.moved, rectangles))
-        if cost < least:
-            best, least = groups, cost
-
-    def search(left: frozenset[tuple[int, int]], chosen: list[Rectangle]) -> None:
-        nonlocal budget
-        moved = sum(map(table.moved, chosen))
-        if (len(set(map(table.content, chosen))), moved) >= least:
-            return
-        if not left:
-            consider(chosen)
-            return
-        for some in _rectangles(left, lambda b, c: kinds[b] == kinds[c]):
-            budget -= (1 + len(chosen)) ** 2
-            if budget < 0:
-                return
-            more = [*chosen, rectangle(*some)]
-            if table.before(more) is not None:
-                search(left.difference(itertools.product(*some)), more)
-
-    consider([rectangle([a], mine) for (a, _), mine in by_row.items()])
-    consider([rectangle(mine, [b]) for b, mine in by_column.items()])
-    if len(everything) < MAX_SEARCHED_ENTRIES:
-        search(everything, [])
-    return best
+    return table.stacked(min(_by_rows(table), _by_columns(table), key=cost))
 
 
-def _row_classes(table: ProductTable) -> list[list[int]]:
-    """Rows with entries in the same columns that depend on the same columns."""
-    filled: list[list[int]] = [[] for _ in table.needs]
+def _by_rows(table: ProductTable) -> list[Rectangle]:
+    """Each row with all its columns of a kind; rows with the same columns that need the same."""
+    columns: dict[tuple[int, Hashable], list[int]] = {}
     for r, c in sorted(table.entries):
-        filled[r].append(c)
-    return _classes([(tuple(f), n) for f, n in zip(filled, table.needs, strict=True)])
+        columns.setdefault((r, table.kinds[c]), []).append(c)
+    rows: dict[tuple[Hashable, tuple[int, ...], int], list[int]] = {}
+    for (r, kind), mine in columns.items():
+        rows.setdefault((kind, tuple(mine), table.needs[r]), []).append(r)
+    pairs = rows.items()
+    return [Rectangle(tuple(mine), across) for (_, across, _), mine in pairs]
 
 
-def _column_classes(table: ProductTable) -> list[list[int]]:
-    """Columns of a kind with entries in the same rows that the same rows depend on."""
-    keys: list[tuple[Hashable, list[int], list[int]]] = [(kind, [], []) for kind in table.kinds]
+def _by_columns(table: ProductTable) -> list[Rectangle]:
+    """Columns of a kind with the same rows, of those whose rows need no column that is left."""
+    rows: dict[int, list[int]] = {}
     for r, c in sorted(table.entries):
-        keys[c][1].append(r)
-    for r, needs in enumerate(table.needs):
-        for c, key in enumerate(keys):
-            if needs >> c & 1:
-                key[2].append(r)
-    return _classes([(kind, tuple(filled), tuple(readers)) for kind, filled, readers in keys])
-
-
-def _classes(keys: Sequence[Hashable]) -> list[list[int]]:
-    """Positions of equal keys."""
-    classes: dict[Hashable, list[int]] = {}
-    for i, key in enumerate(keys):
-        classes.setdefault(key, []).append(i)
-    return list(classes.values())
-
-
-def _rectangles(
-    left: frozenset[tuple[int, int]], alike: Callable[[int, int], bool]
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(rows, columns) of the rectangles with the first entry that is left, large ones first."""
-    row, column = min(left)
-    width = 1 + max(b for _, b in left)
-    for more in _subsets([a for a, b in left if b == column and a != row]):
-        rows = (row, *more)
-        full = [
-            b
-            for b in range(width)
-            if b != column and alike(b, column) and all((a, b) in left for a in rows)
-        ]
-        for others in _subsets(full):
-            yield rows, (column, *others)
-
-
-def _subsets(items: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All subsets, large ones first; of many items the largest and the least only."""
-    items = sorted(items)
-    sizes = range(len(items), -1, -1) if len(items) < 7 else (len(items), 0)
-    return itertools.chain.from_iterable(itertools.combinations(items, n) for n in sizes)
+        rows.setdefault(c, []).append(r)
+    found, left = [], set(rows)
+    while left:
+        missing = sum(1 << c for c in left)
+        ready = [c for c in sorted(left) if not any(table.needs[r] & missing for r in rows[c])]
+        alike: dict[Hashable, list[int]] = {}
+        for c in ready:
+            alike.setdefault((table.kinds[c], tuple(rows[c])), []).append(c)
+        found += [Rectangle(tuple(rows[mine[0]]), tuple(mine)) for mine in alike.values()]
+        left.difference_update(ready)
+    return found

@@ -31,9 +31,6 @@ that different results depend on stay apart: zeros that come back through one wo
 
 A product `W x` alone is written anew too, as `x` times the transpose of W: two to thirty rows times
 a matrix take XLA:CPU up to twice as long if it sums over the last axis of the matrix.
-
-Programs that are packed in part are taken apart first, `[a, b] W` to `a W1 + b W2` and a split of
-a sum of products to sums of products, if that makes fewer products in the end.
 """
 
 import functools
@@ -51,7 +48,7 @@ from jedbatch._jaxpr.interpret import Bindings, reads, run_equation, run_equatio
 from jedbatch._jaxpr.versions import Atom, ClosedProgram, Equation, OpenProgram, is_program
 from jedbatch._jaxpr.zeros import NO_SOURCES, Sources
 from jedbatch._kernel.covering import Group, ProductTable, Rectangle, cover
-from jedbatch._kernel.products import CellProgram, Product, join, split_sizes, sum_of, taken_apart
+from jedbatch._kernel.products import CellProgram, Product, join, split_sizes, sum_of
 from jedbatch._support.types import Array
 
 
@@ -66,19 +63,35 @@ def fused(closed: ClosedProgram, num_shared: int) -> Any:
     Returns:
       A program of the same results; `closed` itself if no product can be saved.
     """
-    best = stack_products(closed, num_shared)
-    if count_products(best, num_shared) > 1:
-        apart = taken_apart(closed, num_shared)
-        if apart is not None:
-            again = stack_products(apart, num_shared)
-            if count_products(again, num_shared) < count_products(best, num_shared):
-                return again
-    return best
-
-
-def count_products(closed: ClosedProgram, num_shared: int) -> int:
-    """Returns the number of products of a row value and a weight, outside of loops."""
-    return len(CellProgram(closed, num_shared).products)
+    program = CellProgram(closed, num_shared)
+    if not program.products:
+        return closed
+    sums, columns = find_sums(program)
+    grid, table = make_table(program.jaxpr, sums, columns)
+    groups = cover(table)
+    packed = [group for group in groups if is_better_packed(grid.products_of(group))]
+    if not packed:
+        return closed
+    parts: list[list[Any]] = [[] for _ in columns]  # keys of what each column is the sum of
+    steps = [_equation_step(program.jaxpr, eqn) for eqn in program.jaxpr.eqns]
+    with_constants: set[int] = set()
+    for group in packed:
+        step = _group_step(grid, group, set(grid.columns_of(group)) - with_constants)
+        with_constants.update(grid.columns_of(group))
+        steps.append(step)
+        for key in step.writes:
+            parts[key[0]].append(key)
+    for group in groups:
+        if group not in packed:
+            (p,) = grid.products_of(group)
+            parts[group[0].columns[0]].append(p.result)
+    for v, (mine, others) in sums.items():
+        if with_constants.intersection(mine):
+            late = [c for c in mine if c not in with_constants]
+            constants = [x for c in late for x in columns[c].constants]
+            steps.append(_sum_step(v, [*(x for c in mine for x in parts[c]), *constants, *others]))
+    results = [v for v in program.jaxpr.outvars if isinstance(v, Var)]
+    return program.traced(functools.partial(_run_steps, steps, results))
 
 
 # --- columns, and the table ---
@@ -275,39 +288,6 @@ class PackedStep(NamedTuple):
     reads: Sequence[Any]
     writes: Sequence[Any]
     run: Callable[[Bindings], None]
-
-
-def stack_products(closed: ClosedProgram, num_shared: int) -> Any:
-    """The program with its products put together; `closed` itself if none can be."""
-    program = CellProgram(closed, num_shared)
-    if not program.products:
-        return closed
-    sums, columns = find_sums(program)
-    grid, table = make_table(program.jaxpr, sums, columns)
-    groups = cover(table)
-    packed = [group for group in groups if is_better_packed(grid.products_of(group))]
-    if not packed:
-        return closed
-    parts: list[list[Any]] = [[] for _ in columns]  # keys of what each column is the sum of
-    steps = [_equation_step(program.jaxpr, eqn) for eqn in program.jaxpr.eqns]
-    with_constants: set[int] = set()
-    for group in packed:
-        step = _group_step(grid, group, set(grid.columns_of(group)) - with_constants)
-        with_constants.update(grid.columns_of(group))
-        steps.append(step)
-        for key in step.writes:
-            parts[key[0]].append(key)
-    for group in groups:
-        if group not in packed:
-            (p,) = grid.products_of(group)
-            parts[group[0].columns[0]].append(p.result)
-    for v, (mine, others) in sums.items():
-        if with_constants.intersection(mine):
-            late = [c for c in mine if c not in with_constants]
-            constants = [x for c in late for x in columns[c].constants]
-            steps.append(_sum_step(v, [*(x for c in mine for x in parts[c]), *constants, *others]))
-    results = [v for v in program.jaxpr.outvars if isinstance(v, Var)]
-    return program.traced(functools.partial(_run_steps, steps, results))
 
 
 def is_better_packed(products: Sequence[Product]) -> bool:

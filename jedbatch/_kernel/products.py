@@ -1,12 +1,9 @@
-"""The products of a cell with weights: finding them, and taking packed ones apart.
+"""The products of a cell with weights: finding them.
 
 A cell's program is a jaxpr. A *product* in it has a value that depends on the instance, its row
 value, on one side, a matrix that depends on shared values only on the other, and sums over one
 axis of each. What looks like a product but is unusual (integers, batched axes, weights of more
 dimensions, weak types) is not taken for one, so that code for products leaves it alone.
-
-A product may be packed already: `[a, b] W` is `a W1 + b W2`, and the pieces of a split of a sum of
-products are sums of products themselves. `taken_apart` writes the program so.
 """
 
 import functools
@@ -23,8 +20,6 @@ from jedbatch._jaxpr.interpret import (
     Bindings,
     dependents,
     reads,
-    run_equation,
-    run_equations,
     shape_of,
     used_variables,
     value_of,
@@ -212,59 +207,3 @@ def split_sizes(x: Array, sizes: Sequence[int], axis: int) -> Sequence[Any]:
 def sum_of(values: Sequence[jax.Array]) -> Array:
     """The sum, from left to right."""
     return functools.reduce(lax.add, values)
-
-
-def taken_apart(closed: ClosedProgram, num_shared: int) -> Any:
-    """The program with packed products taken apart; None if there are none."""
-    program = CellProgram(closed, num_shared)
-    products, maker = program.products, program.maker
-
-    def rows_of(p: Product) -> list[Var]:
-        """The variables that a row value is the concatenation of."""
-        eqn: Equation | None = maker.get(p.row)
-        if eqn is None or eqn.primitive.name != "concatenate":
-            return [p.row]
-        along = eqn.params["dimension"] == p.kind.row_axis
-        apart = along and all(isinstance(x, Var) and x not in program.shared for x in eqn.invars)
-        return list(eqn.invars) if apart else [p.row]
-
-    @functools.cache
-    def can_split(v: Var, axis: int) -> bool:
-        """True of products, and sums of some, that nothing else reads."""
-        if v in products:
-            return program.times[v] == 1 and products[v].kind.axis == axis
-        if program.times[v] != 1 or v in program.shared or v not in maker or not adds(maker[v]):
-            return False
-        return any(can_split(x, axis) for x in maker[v].invars)
-
-    def multiply(p: Product, widths: Sequence[int], env: Bindings) -> list[Array]:
-        """A product in pieces, each a sum over parts of its row."""
-        rows = [env[x] for x in rows_of(p)]
-        bands = split_sizes(p.matrix(env), [x.shape[p.kind.row_axis] for x in rows], 0)
-        blocks = zip(*(split_sizes(band, widths, 1) for band in bands), strict=True)
-        return [sum_of(list(map(p.kind.multiply, rows, weights))) for weights in blocks]
-
-    def pieces(v: Var, widths: Sequence[int], axis: int, env: Bindings) -> Sequence[Any]:
-        if not can_split(v, axis):
-            return split_sizes(env[v], widths, axis)
-        if v in products:
-            return multiply(products[v], widths, env)
-        return list(map(lax.add, *(pieces(x, widths, axis, env) for x in maker[v].invars)))
-
-    def splits(eqn: Equation) -> bool:
-        return eqn.primitive.name == "split" and can_split(eqn.invars[0], eqn.params["axis"])
-
-    def run(env: Bindings) -> None:
-        def rule(eqn: Equation, values: list[jax.Array]) -> Sequence[Any]:
-            p = products.get(eqn.outvars[0])
-            if splits(eqn):
-                return pieces(eqn.invars[0], eqn.params["sizes"], eqn.params["axis"], env)
-            if p is not None and len(rows_of(p)) > 1:
-                return multiply(p, [p.width], env)
-            return run_equation(program.jaxpr, eqn, values)
-
-        run_equations(program.jaxpr.eqns, env, rule)
-
-    if any(map(splits, program.jaxpr.eqns)) or any(len(rows_of(p)) > 1 for p in products.values()):
-        return program.traced(run)
-    return None

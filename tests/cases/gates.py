@@ -113,7 +113,7 @@ PLAIN = [
     (gru_after, [VECTOR] * 2, 2),
     (tree_lstm_leaf, [VECTOR], 1),
     (tree_lstm_node, [STATE] * 2, 1),
-    (own_forget_gates, [STATE] * 2, 2),
+    (own_forget_gates, [STATE] * 2, 3),
     (child_sum, [STATE] * 2, 2),
     (tree_gru_leaf, [VECTOR], 2),
     (tree_gru_node, [VECTOR] * 2, 4),
@@ -157,5 +157,6 @@ def flax_nnx(module, dots):
 
 CELLS = {cell.__name__: functools.partial(plain, cell, *rest) for cell, *rest in PLAIN}
 for name, dots in (("LSTMCell", 1), ("OptimizedLSTMCell", 1), ("GRUCell", 2)):
-    CELLS["linen " + name] = functools.partial(flax_linen, getattr(linen, name), dots)
+    CELLS["linen " + name] = functools.partial(flax_linen, getattr(linen, name), dots=dots)
     CELLS["nnx " + name] = functools.partial(flax_nnx, getattr(nnx, name), dots)
+CELLS["linen OptimizedLSTMCell"].keywords["dots"] = 2  # it puts weights together itself

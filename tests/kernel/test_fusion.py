@@ -26,7 +26,8 @@ import jedbatch
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.interpret import inlined
 from jedbatch._kernel.kernel import Kernel
-from jedbatch._kernel.pack import count_products, fused
+from jedbatch._kernel.pack import fused
+from jedbatch._kernel.products import CellProgram
 from jedbatch._kernel.target import CPU
 
 # --- looking at programs ---
@@ -56,6 +57,11 @@ def compare(fn, p, *args, rtol=1e-12):
 
     assert_close(slope(new), slope(closed), rtol)
     return closed, new
+
+
+def count_products(closed, num_shared):
+    """Number of products of a row value and a weight, outside of loops."""
+    return len(CellProgram(closed, num_shared).products)
 
 
 def products(fn, p, *args, **options):
