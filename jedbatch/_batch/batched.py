@@ -213,7 +213,7 @@ class Batched(Generic[*Given, Result]):
         """Runs the function, and counts what loops and branches that values decide on did.
 
         They run some nodes at a time, their lanes, and some of these are empty or done with a loop
-        (see `control_flow` of `jedbatch.batch`). For each loop, branch, and block of nested loops,
+        (see `control_flow` of `jedbatch.batch`). For each loop, branch, and block of loops,
         the counts say how many steps ran, how many lanes they ran, and how many lanes had to run:
         the steps that each node takes by itself, added up, which is the least for any order. What
         runs in lock step is not counted; nodes that fill up a chunk count in branches alone. The

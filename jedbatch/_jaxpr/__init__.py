@@ -66,19 +66,17 @@ Read in this order:
 41. `branch_residuals`: Residuals of branches, without those that are there anyway.
 42. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-43. `narrowing`: Loops in lock step that narrow: once few lanes are left, a step runs these and no
-   others.
-44. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+43. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-45. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+44. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-46. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+45. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-47. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-48. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-49. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+46. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+47. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+48. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-50. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+49. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
-51. `faults`: Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
+50. `faults`: Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
 """

@@ -1,18 +1,17 @@
 """Loops and branches that values decide on, for many lanes at a time, without lock step.
 
 `jax.vmap` runs a `while_loop` for all lanes until the last of them is done, and all branches of a
-`cond` or `switch` for every lane. Here, once so many lanes are done that a step of all would be a
-waste, the others run a few at a time: one that is done leaves, and the next that waits takes its
-place. Of branches each runs for its own lanes, in blocks. Every lane computes what it would compute
-alone. Loops and branches inside of `scan`, `jit` and the like run so too; loops that take about as
-many trips in each lane, as far as their programs say, are loops of all lanes (`trip_counts`).
+`cond` or `switch` for every lane. Here lanes have program counters (`program_counters`): once so
+many are done that a step of all would be a waste, the others run a few at a time. Loops in loops,
+and branches with much work in a loop, are one program of such lanes, from the first such loop to
+the last one. Of other branches each runs for its own lanes, in blocks. Every lane computes what it
+would compute alone. Loops and branches inside of `scan`, `jit` and the like run so too; loops that
+take about as many trips in each lane, as far as their programs say, are loops of all lanes
+(`trip_counts`).
 
-Where a step has little work, lanes that are done are not exchanged for others: the loop runs in
-lock step, and narrows as they get fewer (`narrowing`); unless a CPU can run it as one kernel, in
-which exchanging them costs next to nothing (`packed_loops`).
-
-Where loops are nested, or branches with much work are in a loop, lanes have program counters
-instead: `program_counters` runs all from the first such loop to the last one as one program.
+Where a step has little work, lanes that are done are not exchanged for others, and the loop runs in
+lock step; unless a CPU can run it as one kernel, in which exchanging them costs next to nothing
+(`packed_loops`).
 
 All are rules for `vmap` (`jax.custom_batching`), put into a program after it was differentiated:
 what is written here has forward mode. Branches may have a reverse instead, for gradients of weights
@@ -20,23 +19,20 @@ that all lanes share; or run in lock step, which has both.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import Var
 
 from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
 from jedbatch._jaxpr.branches import LaneBranch, apart, apart_with_reverse
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, with_programs, work
-from jedbatch._jaxpr.lane_loops import LoopOfLanes, Repeats, carries_of_lanes, where_lanes
-from jedbatch._jaxpr.lane_steps import is_counting, note_form, tell
-from jedbatch._jaxpr.narrowing import counted, narrowed, narrower_widths, rows_at
+from jedbatch._jaxpr.lane_loops import Repeats, carries_of_lanes
+from jedbatch._jaxpr.lane_steps import note_form
 from jedbatch._jaxpr.packed_loops import PackableLoop, packs
-from jedbatch._jaxpr.program_counters import STEP_WORK, LaneRule, pays, run_lanes
+from jedbatch._jaxpr.program_counters import LaneRule, pays, run_lanes
 from jedbatch._jaxpr.single_instances import ends_alone, goes_on_alone
 from jedbatch._jaxpr.single_kernel import is_tried
 from jedbatch._jaxpr.trip_counts import with_equal_trips
@@ -51,11 +47,6 @@ from jedbatch._support.types import Array, ControlFlowName
 
 BranchesName = Literal["forward", "reverse", "both"]
 
-LEAST_LANES = 8  # that run at the same time
-LONGEST = 6.0  # the longest loop of many, as a multiple of the mean, where nothing is known
-FEWEST = 4  # times as many lanes as run at a time, for a loop to be refilled
-EXCHANGE = 4.0  # starts of steps; loops whose steps of some at a time do less narrow instead
-MANY_BYTES = 1 << 17  # of lanes that run, beyond which those that change are moved one by one
 BRANCH_WORK = 20.0  # of all branches for all lanes, in steps' starts, for them to be kept apart
 
 LANES, LOCK_STEP = "by lanes", "in lock step"  # forms, as users are told
@@ -252,216 +243,41 @@ def _rule_of_while(
 ) -> Callable:
     num_cond = eqn.params["cond_nconsts"]
     num_consts, num_operands = num_cond + eqn.params["body_nconsts"], len(eqn.invars)
-    alone = ends_alone(eqn.params["cond_jaxpr"]), goes_on_alone(eqn.params["body_jaxpr"])
     decides = _what_decides(eqn)
     body_work = sum(map(work, eqn.params["body_jaxpr"].jaxpr.eqns))
+    closed = jax.make_jaxpr(functools.partial(eqn.primitive.bind, **eqn.params))(
+        *map(shape_of, eqn.invars)
+    )
+
+    def packable(size: int, in_consts: Sequence[bool], consts: Sequence[Array]) -> Any:
+        """Returns the loop as one that a kernel may run; None if it is not to."""
+        is_small = packs(size, body_work, lanes.step_work) and not is_nest(eqn)
+        if not (mode == "auto" and lanes.nests and is_small and is_tried()):
+            return None
+        alone = ends_alone(eqn.params["cond_jaxpr"]), goes_on_alone(eqn.params["body_jaxpr"])
+        return PackableLoop(alone, num_cond, consts, in_consts)
 
     def rule(size: int, in_batched: Sequence[bool], *given: Array) -> Any:
         args, in_batched = given[:num_operands], in_batched[:num_operands]
-        repeats = Repeats(*given[num_operands:])
         if not any(in_batched):  # but what repeats
             outs = eqn.primitive.bind(*args, **eqn.params)
             return outs, [False] * len(outs)
         if not any(in_batched[i] for i in decides):
             return _in_lock_step(eqn, in_batched, args)
-        at_a_time = lanes_at_a_time(size, body_work, mode, lanes.step_work)
-        is_refilled = size >= FEWEST * at_a_time
-        is_light = at_a_time * body_work < EXCHANGE * lanes.step_work and not is_nest(eqn)
-        is_narrow = mode == "auto" and lanes.nests and is_light
-        widths = narrower_widths(size, body_work, lanes.step_work) if is_narrow else []
-        consts, in_consts = args[:num_consts], in_batched[:num_consts]
+        every = [True] * len(eqn.outvars)
+        loop = packable(size, in_batched[:num_consts], args[:num_consts])
         start = carries_of_lanes(args[num_consts:], in_batched[num_consts:], size)
-        if is_narrow and is_tried() and packs(size, body_work, lanes.step_work):
-            packable = PackableLoop(alone, num_cond, consts, in_consts)
-            if packable.runs_in_kernel(start):
-                note_form("loops", LANES, size)
-                outs = packable.run(start, repeats, widths, body_work, lanes.step_work)
-                return outs, [True] * len(outs)
-        narrows = f"{LOCK_STEP} that narrows"
-        note_form("loops", narrows if widths else LANES if is_refilled else LOCK_STEP, size)
-        if not (widths or is_refilled):
-            return _in_lock_step(eqn, in_batched, args)
-        inside: ControlFlowName = "lockstep" if widths else mode
-        cond, body = (_function(x, inside, "forward", lanes) for x in alone)
-        loop = LoopOfLanes.of(cond, body, num_cond, consts, in_consts)
-        goes_on = repeats.begin(loop, start)
-        if widths:
-            outs = narrowed(loop, start, goes_on, widths, body_work, lanes.step_work)
-        else:
-            few = lanes_to_wait(size, at_a_time, body_work, lanes.step_work)
-            outs = refilled(loop, start, goes_on, at_a_time, few, body_work, lanes.nests)
-        return repeats.filled(outs), [True] * len(outs)
+        if loop is not None and loop.runs_in_kernel(start):
+            note_form("loops", LANES, size)
+            return loop.run(start, Repeats(*given[num_operands:]), body_work), every
+        if size > 1 and (mode == "lanes" or pays(closed, args, in_batched, size, lanes)):
+            note_form("loops", LANES, size)
+            arrays, like_last = list(map(jnp.asarray, args)), given[num_operands:]
+            return run_lanes(closed, arrays, in_batched, size, None, lanes, *like_last), every
+        note_form("loops", LOCK_STEP, size)
+        return _in_lock_step(eqn, in_batched, args)
 
     return rule
-
-
-def lanes_at_a_time(
-    size: int, body_work: int, mode: ControlFlowName, step_work: float = STEP_WORK
-) -> int:
-    """Returns how many lanes of a loop run at the same time, once few are left.
-
-    With fewer, there are more steps; with more, more of them wait at the end. A step costs
-    `step_work` and the work of its lanes; where the longest loop takes `LONGEST` times as many
-    steps as the mean, what is best grows with the root of the lanes.
-    """
-    best = math.sqrt(2 * size * step_work / (LONGEST * max(1, body_work)))
-    found = 1 << math.ceil(math.log2(max(1.0, best)))
-    if mode == "lanes":
-        found = min(found, 1 << math.floor(math.log2(max(1.0, size / FEWEST))))
-    return max(LEAST_LANES, found)
-
-
-def lanes_to_wait(size: int, at_a_time: int, body_work: int, step_work: float = STEP_WORK) -> int:
-    """Returns how many lanes are left when they no longer run all together.
-
-    By then a step of all costs more for each lane that goes on than steps of some at a time do. At
-    least one is done: where all take as many steps, all run together to the end.
-    """
-    of_all = step_work + size * body_work
-    of_some = step_work / at_a_time + body_work
-    return max(at_a_time, min(size - 1, int(of_all / of_some)))
-
-
-def refilled(
-    loop: LoopOfLanes,
-    start: Sequence[Array],
-    goes_on: Array,
-    at_a_time: int,
-    few: int,
-    body_work: int,
-    nests: bool = True,
-) -> list[Array]:
-    """Runs a loop for many lanes until all are done.
-
-    As long as many of them go on, all run, as by `vmap`. Then the others run some at a time: the
-    place of one that is done is taken by the next that waits, looked for after every step, or, if
-    it `nests`, by a loop around one that runs until some are done.
-
-    Args:
-      loop: that runs.
-      start: carries at first, [N, ...] each.
-      goes_on: bool[N], which lanes run.
-      at_a_time: how many lanes run once few are left.
-      few: how many lanes that is.
-      body_work: floating-point operations of a step of a lane, for counts of steps.
-      nests: see `LaneRule`.
-
-    Returns:
-      The carries [N, ...] at the end.
-    """
-    (more, step, own), size = loop, len(start[0])
-
-    def together(state: Any) -> Any:
-        goes_on, carry, tally = state
-        tally = counted(tally, 0, goes_on)
-        carry = where_lanes(goes_on, step(own, carry), carry)
-        return goes_on & more(own, carry), carry, tally
-
-    tally = jnp.zeros((2, 3), jnp.int32) if is_counting() else None
-    state: Any = goes_on, list(start), tally
-    goes_on, ends, tally = lax.while_loop(lambda state: state[0].sum() > few, together, state)
-    num_left = goes_on.sum(dtype=jnp.int32)
-    (left,) = jnp.nonzero(goes_on, size=few, fill_value=size)
-    left = left.astype(jnp.int32)
-
-    def one_step(mine: Sequence[Array], state: Any) -> Any:
-        goes_on, carry, tally = state
-        tally = counted(tally, 1, goes_on)
-        carry = where_lanes(goes_on, step(mine, carry), carry)
-        return goes_on & more(mine, carry), carry, tally
-
-    def exchange(state: Any) -> Any:
-        """Runs until lanes leave, writes their carries, and puts others in their places."""
-        lane, goes_on, next_one, mine, carry, ends, tally = state
-
-        def none_leaves(state: Any) -> Array:
-            goes_on = state[0]
-            return goes_on.all() | (goes_on.any() & (next_one >= num_left))
-
-        run = functools.partial(one_step, mine)
-        state = goes_on, carry, tally
-        goes_on, carry, tally = lax.while_loop(none_leaves, run, state) if nests else run(state)
-        place = next_one + jnp.cumsum(~goes_on, dtype=jnp.int32) - 1
-        comes = jnp.where(goes_on, lane, left.at[place].get(mode="fill", fill_value=size))
-        one_by_one = nests and row_bytes * at_a_time >= MANY_BYTES
-        put = _put_one_by_one if one_by_one else _put_together
-        mine, carry, ends = put(goes_on, lane, comes, own, mine, carry, ends)
-        next_one = jnp.minimum(next_one + (~goes_on).sum(dtype=jnp.int32), num_left)
-        return comes, comes < size, next_one, mine, carry, ends, tally
-
-    row_bytes = sum(x.nbytes // size for x in (*own, *start))
-    lane = left[:at_a_time]
-    rows = rows_at(own, lane), rows_at(ends, lane)
-    state = lane, lane < size, jnp.minimum(num_left, at_a_time), *rows, ends, tally
-    if nests:
-        *_, ends, tally = lax.while_loop(lambda state: state[1].any(), exchange, state)
-    else:
-        state = lax.while_loop(lambda state: state[2] < num_left, exchange, state)
-        lane, goes_on, _, mine, carry, ends, tally = state
-        run, state = functools.partial(one_step, mine), (goes_on, carry, tally)
-        _, carry, tally = lax.while_loop(lambda state: state[0].any(), run, state)
-        ends = [x.at[lane].set(y, mode="drop") for x, y in zip(ends, carry, strict=True)]
-    if tally is not None:
-        tell("loop", [(0, body_work, size), (0, body_work, at_a_time)], tally)
-    return ends
-
-
-def _put_together(
-    goes_on: Array,
-    leaves: Array,
-    comes: Array,
-    own: Sequence[Array],
-    mine: Sequence[Array],
-    carry: Sequence[Array],
-    ends: Sequence[Array],
-) -> tuple[list[Array], list[Array], list[Array]]:
-    """Puts lanes in the places of those that are done; the first is false there.
-
-    Args:
-      goes_on: bool[W].
-      leaves: int[W], the lane at each place; N where there is none.
-      comes: int[W], the lane that is to be there.
-      own: constants of all lanes, [N, ...] each.
-      mine: those of the lanes at the places, [W, ...] each.
-      carry: what these carry.
-      ends: what all carry, [N, ...] each.
-
-    Returns:
-      (mine, carry, ends) with the lanes that come, and what lanes carried that leave.
-    """
-    written = jnp.where(goes_on, len(ends[0]), leaves)
-    pairs = zip(ends, carry, strict=True)
-    ends = [x.at[written].set(y, mode="drop") for x, y in pairs]
-    mine = where_lanes(goes_on, mine, rows_at(own, comes))
-    return mine, where_lanes(goes_on, carry, rows_at(ends, comes)), ends
-
-
-def _put_one_by_one(
-    goes_on: Array,
-    leaves: Array,
-    comes: Array,
-    own: Sequence[Array],
-    mine: Sequence[Array],
-    carry: Sequence[Array],
-    ends: Sequence[Array],
-) -> tuple[list[Array], list[Array], list[Array]]:
-    """Does as `_put_together`, and touches rows of lanes that leave and come only."""
-    (places,) = jnp.nonzero(~goes_on, size=len(goes_on), fill_value=0)
-
-    def put(i: Array, state: Any) -> Any:
-        mine, carry, ends = state
-        place = places[i]
-        old, new = leaves[place], comes[place]
-        pairs = zip(ends, carry, strict=True)
-        ends = [x.at[old].set(y[place], mode="drop") for x, y in pairs]
-        mine = [x.at[place].set(y.at[new].get(mode="clip")) for x, y in zip(mine, own, strict=True)]
-        pairs = zip(carry, ends, strict=True)
-        carry = [x.at[place].set(y.at[new].get(mode="clip")) for x, y in pairs]
-        return mine, carry, ends
-
-    state = list(mine), list(carry), list(ends)
-    found: Any = lax.fori_loop(0, (~goes_on).sum(dtype=jnp.int32), put, state)
-    return found
 
 
 def _what_decides(eqn: Equation) -> set[int]:

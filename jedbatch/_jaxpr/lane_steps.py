@@ -25,7 +25,7 @@ What = Literal["loop", "branch", "block"]
 
 @dataclass(frozen=True)
 class LaneCount:
-    """Counts of the lanes that ran a loop, a branch, or a block of nested loops.
+    """Counts of the lanes that ran a loop in one kernel, a branch, or a block of loops.
 
     Attributes:
       cell: the node type that it is in.

@@ -8,9 +8,12 @@ and an exchange a microsecond or less.
 
 At first all lanes run in lock step, as where all take as many steps no other order is faster. As
 one who rents until the rents add up to the price, and then buys, they do so until what was computed
-for lanes that were done is as much as exchanging the others costs (see `narrowing`). Then these run
-`PLACES` at a time: as soon as one is done, what it carries is written to where it was, and the next
-that waits takes its place.
+for lanes that were done is as much as exchanging the others costs: whatever comes, they lose at
+most twice as much as they would if that were known. Then these run `PLACES` at a time: as soon as
+one is done, what it carries is written to where it was, and the next that waits takes its place.
+
+Source: A. Karlin, M. Manasse, L. Rudolph, D. Sleator. Competitive Snoopy Caching. Algorithmica,
+1988: renting until the rents add up to the price.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +25,6 @@ from jax import lax
 
 from jedbatch._jaxpr.lane_loops import LoopOfLanes, Repeats, as_function, where_lanes
 from jedbatch._jaxpr.lane_steps import is_counting, tell
-from jedbatch._jaxpr.narrowing import in_lock_step, narrowed
 from jedbatch._jaxpr.single_kernel import (
     in_kernel,
     reading,
@@ -52,26 +54,49 @@ def packs(size: int, body_work: int, step_work: float) -> bool:
     return FEWEST * PLACES <= size <= MOST_LANES and size * body_work >= LEAST_WORK * step_work
 
 
-def together(
-    loop: LoopOfLanes, start: Sequence[Array], goes_on: Array
+def in_lock_step(
+    loop: LoopOfLanes,
+    carry: Sequence[Array],
+    goes_on: Array,
+    waits: Callable[[Array, Array], Array],
 ) -> tuple[Array, list[Array], Array, Array | None]:
-    """Runs all lanes in lock step until exchanging those that go on costs no more than waiting did.
+    """Runs all lanes in lock step as long as it is worth to wait.
 
     Args:
       loop: that runs.
-      start: carries at first, [N, ...] each.
+      carry: carries at first, [N, ...] each.
       goes_on: bool[N], which lanes run.
+      waits: from int32[], how many lanes go on, and f32[], how many steps of lanes were computed
+        for those that were done, to bool[].
 
     Returns:
-      (bool[N] which lanes go on, their carries, how many go on, int32[1, 3] the steps, lanes and
+      (bool[N] which lanes go on, their carries, how many go on, int32[3] the steps, lanes and
       lanes needed, or None if nobody counts).
     """
+    more, step, own = loop
+    size = len(goes_on)
 
-    def waits(left: Array, wasted: Array) -> Array:
-        return (left > 0) & (wasted < EXCHANGE * left)
+    def one_step(state: Any) -> Any:
+        goes_on, carry, left, wasted, tally = state
+        tally = _counted(tally, goes_on)
+        carry = where_lanes(goes_on, step(own, carry), carry)
+        goes_on = goes_on & more(own, carry)
+        wasted = wasted + (size - left).astype(jnp.float32)
+        return goes_on, carry, goes_on.sum(dtype=jnp.int32), wasted, tally
 
-    tally = jnp.zeros((1, 3), jnp.int32) if is_counting() else None
-    return in_lock_step(loop, goes_on, start, waits, tally)
+    tally = jnp.zeros(3, jnp.int32) if is_counting() else None
+    state = goes_on, list(carry), goes_on.sum(dtype=jnp.int32), jnp.float32(0), tally
+    state = lax.while_loop(lambda state: waits(state[2], state[3]), one_step, state)
+    goes_on, ends, left, _, tally = state
+    return goes_on, ends, left, tally
+
+
+def _counted(tally: Array | None, goes_on: Array) -> Array | None:
+    """Returns counts to which a step of some lanes was added."""
+    if tally is None:
+        return None
+    needed = goes_on.sum(dtype=jnp.int32)
+    return tally + jnp.stack([jnp.int32(1), jnp.int32(len(goes_on)), needed])
 
 
 def exchanged(
@@ -91,7 +116,7 @@ def exchanged(
       counts: whether to count.
 
     Returns:
-      (the carries [N, ...] at the end, int32[3] as `together` counts).
+      (the carries [N, ...] at the end, int32[3] as `in_lock_step` counts).
     """
     more, step, own = loop
     size = len(ends[0])
@@ -129,9 +154,7 @@ def exchanged(
 
         def one_step(state: Any) -> Any:
             goes_on, carry, count = state
-            if counts:
-                needed = goes_on.sum(dtype=jnp.int32)
-                count = count + jnp.stack([jnp.int32(1), jnp.int32(PLACES), needed])
+            count = _counted(count, goes_on)
             carry = where_lanes(goes_on, step(mine, carry), carry)
             return goes_on & more(mine, carry), carry, count
 
@@ -191,29 +214,22 @@ class PackableLoop:
         kinds = consts, [kind(x, True) for x in start]
         return runs_in_kernel(jax.make_jaxpr(both)(*kinds))
 
-    def run(
-        self,
-        start: Sequence[Array],
-        repeats: Repeats,
-        widths: Sequence[int],
-        body_work: int,
-        step_work: float,
-    ) -> list[Array]:
+    def run(self, start: Sequence[Array], repeats: Repeats, body_work: int) -> list[Array]:
         """Runs the loop until all lanes are done.
 
         Args:
           start: carries at first, [N, ...] each.
           repeats: lanes of which one runs.
-          widths: for `narrowed`, which transformations see in place of a kernel.
-          body_work: floating-point operations of a step of a lane.
-          step_work: those that are done while a step is started.
+          body_work: floating-point operations of a step of a lane, for counts of steps.
 
         Returns:
           The carries [N, ...] at the end.
         """
         size, num_consts, counts = len(start[0]), len(self._consts), is_counting()
         loop = self._loop(self._functions, self._consts)
-        goes_on, ends, num_left, first = together(loop, start, repeats.begin(loop, start))
+        goes_on, ends, num_left, first = in_lock_step(
+            loop, start, repeats.begin(loop, start), lambda left, wasted: wasted < EXCHANGE * left
+        )
 
         def in_places(*operands: Array) -> list[Array]:
             consts, (left, num_left, *ends) = operands[:num_consts], operands[num_consts:]
@@ -226,8 +242,8 @@ class PackableLoop:
             consts, ends = operands[:num_consts], operands[num_consts + 2 :]
             loop = self._loop(self._functions, consts)
             goes_on = loop.more(loop.own, ends)
-            outs = narrowed(loop, ends, goes_on, widths, body_work, step_work)
-            return [*outs, *([jnp.zeros(3, jnp.int32)] if counts else [])]
+            _, outs, _, count = in_lock_step(loop, ends, goes_on, lambda left, _: left > 0)
+            return [*outs, *([] if count is None else [count])]
 
         def exchange(state: Any) -> Any:
             ends, _, num_left = state
@@ -242,5 +258,5 @@ class PackableLoop:
         ends, after, _ = lax.while_loop(lambda state: state[-1] > 0, exchange, state)
         if first is not None:
             parts = [(0, body_work, size), (0, body_work, PLACES)]
-            tell("loop", parts, jnp.stack([*first, *after]))
+            tell("loop", parts, jnp.stack([first, *after]))
         return repeats.filled(ends)

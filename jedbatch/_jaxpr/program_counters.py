@@ -66,7 +66,7 @@ class LaneRule:
       step_work: floating-point operations done while a step is started.
       branch_lanes: how many lanes of a branch run together.
       nest_work: of all lanes in the block with most work, in starts of steps, from which on loops
-        in loops are expected to run faster than in lock step.
+        are expected to run faster than in lock step.
       nests: whether loops run inside of the loop over steps. On a CPU they save copies and starts
         of steps. On a GPU each is a node of a CUDA graph, which costs more than it saves.
     """
@@ -172,7 +172,7 @@ def pays(
     found: list[BlockProgram] = []
     jax.eval_shape(lambda *args: found.append(_cut_for(program, args, in_batched)), *args)
     works = [block.work for block in found[0].blocks[1:-1]]
-    return len(works) > 1 and size * max(works) >= rule.nest_work * rule.step_work
+    return bool(works) and size * max(works) >= rule.nest_work * rule.step_work
 
 
 def _cut_for(program: Any, args: Sequence[Array], in_batched: Sequence[bool]) -> BlockProgram:

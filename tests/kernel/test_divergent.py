@@ -12,8 +12,6 @@ from cases.helpers import check
 from jax import lax
 
 import jedbatch
-from jedbatch._jaxpr import divergent
-from jedbatch._jaxpr.divergent import lanes_at_a_time
 from jedbatch._jaxpr.program_counters import BRANCH_LANES, LaneRule
 
 pytestmark = pytest.mark.unoptimized
@@ -72,13 +70,12 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("moved", ["together", "one by one", "after every step"])
+@pytest.mark.parametrize("nests", [True, False])
 @pytest.mark.parametrize("counts", COUNTS)
-def test_loops_give_what_they_give_one_by_one(counts, moved, monkeypatch):
-    monkeypatch.setattr(divergent, "MANY_BYTES", 0 if moved == "one by one" else 1 << 30)
+def test_loops_give_what_they_give_one_by_one(counts, nests):
     n = jnp.asarray(COUNTS[counts], jnp.int32)
     x = jnp.asarray(rng.normal(size=(len(n), 4)), jnp.float32)
-    rule = LaneRule(nests=moved != "after every step")
+    rule = LaneRule(nests=nests)
     ours, theirs = jax.jit(over_lanes(steps, n, x, rule=rule))(n, x), loop(steps, n, x)
     np.testing.assert_array_equal(ours[0], theirs[0])
     np.testing.assert_allclose(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
@@ -96,10 +93,7 @@ def test_loops_end_by_what_they_compute_and_nest():
         np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("many_bytes", [0, 1 << 30])
-def test_each_lane_has_random_numbers_of_its_own(many_bytes, monkeypatch):
-    monkeypatch.setattr(divergent, "MANY_BYTES", many_bytes)
-
+def test_each_lane_has_random_numbers_of_its_own():
     keys = jax.random.split(jax.random.key(0), 100)
     n = jnp.asarray(rng.geometric(1 / 4, 100), jnp.int32)
     ours = jax.jit(over_lanes(walk, keys, n))(keys, n)
@@ -147,16 +141,8 @@ def test_few_steps_are_run_for_lanes_that_are_done():
     assert by_lanes < 1.7
 
 
-def test_how_many_lanes_run_at_a_time_depends_on_what_a_step_costs():
-    assert lanes_at_a_time(1024, 16_000, "auto") < lanes_at_a_time(1024, 1000, "auto")
-    assert lanes_at_a_time(4096, 16_000, "auto") > lanes_at_a_time(256, 16_000, "auto")
-    assert lanes_at_a_time(1024, 1, "auto") > 1024  # all wait for each other
-    assert lanes_at_a_time(1024, 1, "lanes") == 256
-    assert lanes_at_a_time(100, 1, "lanes") == 16
-
-
 def test_few_lanes_do_not_run_in_wide_steps():
-    """Of 40 lanes 2 go on, in steps of 8 lanes."""
+    """Of 40 lanes 2 go on, in steps of 4 lanes."""
     seen = []
 
     def fn(n):
@@ -171,7 +157,7 @@ def test_few_lanes_do_not_run_in_wide_steps():
     np.testing.assert_array_equal(steps, n)
     np.testing.assert_allclose(x, loop(lambda n: fn(n)[1], n), rtol=1e-6)
     jax.effects_barrier()
-    assert sum(seen) == 2 * 40 + 33 * 8 + int(n.sum())  # those of the judge, one by one
+    assert sum(seen) == 2 * 40 + 33 * 4 + int(n.sum())  # those of the judge, one by one
 
 
 def switch(index, x):
