@@ -58,25 +58,23 @@ Read in this order:
 36. `registers`: Basic blocks, and the registers of values that live between them.
 37. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-38. `lane_costs`: Costs of steps for lanes, each at its own place of a program: which block runs
-   next.
-39. `program_counters`: A machine for lanes that are at different places of a program.
-40. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+38. `program_counters`: A machine for lanes that are at different places of a program.
+39. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-41. `branch_residuals`: Residuals of branches, without those that are there anyway.
-42. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+40. `branch_residuals`: Residuals of branches, without those that are there anyway.
+41. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-43. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+42. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-44. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+43. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-45. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+44. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-46. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-47. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-48. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+45. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+46. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+47. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-49. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+48. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
-50. `faults`: Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
+49. `faults`: Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
 """

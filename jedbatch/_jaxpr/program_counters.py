@@ -7,8 +7,9 @@ queue. A step of the machine chooses a block and a width, takes so many lanes fr
 their registers, runs the block for them by `vmap`, writes their registers, and puts each into the
 queue of the block it comes to. Nobody waits for a lane that is not at the same block.
 
-**Which block.** A step of W lanes takes the time S + W c, where c is the work of the block and S
-what a step costs by itself. The step that loses least is next (see `_jaxpr.lane_costs`).
+**Which block.** The one at which most lanes wait is next, in the widest step that these fill, or
+the narrowest where they fill none. A step of W lanes takes the time S + W c, where c is the work of
+the block and S what a step costs by itself; `widths` has those that are worth their time.
 
 **Short bodies.** The body of an innermost loop is a block that comes after itself. It runs again
 for the same lanes until places of lanes that have left would have done the work of a step: what
@@ -39,7 +40,6 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.basic_blocks import cut
 from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._jaxpr.lane_costs import LaneBlocks
 from jedbatch._jaxpr.lane_loops import Repeats
 from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.registers import BasicBlock, BlockProgram, Slot
@@ -200,16 +200,11 @@ def widths(block: BasicBlock, size: int, step_work: float = STEP_WORK) -> list[i
     return sorted(w for w in found if w >= min(NARROWEST, best))
 
 
-def lane_blocks(program: BlockProgram, size: int, step_work: float = STEP_WORK) -> LaneBlocks:
-    """Returns the blocks at which lanes wait, all but the first and the last, and their steps."""
-    between = program.blocks[1:-1]
-    steps = [(i, w) for i, block in enumerate(between) for w in widths(block, size, step_work)]
-    return LaneBlocks(
-        work=tuple(float(block.work) for block in between),
-        block=tuple(block for block, _ in steps),
-        width=tuple(width for _, width in steps),
-        start=float(step_work),
-    )
+def steps_of(
+    blocks: Sequence[BasicBlock], size: int, step_work: float = STEP_WORK
+) -> list[tuple[int, int]]:
+    """Returns the steps of blocks at which lanes wait: the place of each one's block, its width."""
+    return [(i, w) for i, block in enumerate(blocks) for w in widths(block, size, step_work)]
 
 
 def _run(
@@ -277,9 +272,8 @@ def _until_last(
     """
     size = len(after)
     between = program.blocks[1:-1]
-    blocks = lane_blocks(program, size, rule.step_work)
-    steps = list(zip(blocks.block, blocks.width, strict=True))
-    choose = _chooser(blocks)
+    steps = steps_of(between, size, rule.step_work)
+    choose = chooser(steps)
     arrived = _Arrived(after - 1, exists, len(between))
     none = jnp.zeros(len(between), jnp.int32)
     queue = jnp.zeros((len(between), size), jnp.int32)
@@ -326,18 +320,21 @@ def _until_last(
     return registers | state.registers
 
 
-def _chooser(blocks: LaneBlocks) -> Callable[[Array], Array]:
+def chooser(steps: Sequence[tuple[int, int]]) -> Callable[[Array], Array]:
     """Returns a function from how many lanes wait at each block to the number of a step.
 
     It is that of all steps where no lane is left.
+
+    Args:
+      steps: the place of each one's block, its width; ascending.
     """
-    every = len(blocks.block)
+    block, width = np.array(steps, np.int32).T
 
     def choose(count: Array) -> Array:
-        is_left = count.sum() > 0
-        if every == 1:
-            return jnp.where(is_left, 0, 1).astype(jnp.int32)
-        return jnp.where(is_left, blocks.least_loss(count), every).astype(jnp.int32)
+        is_next = block == count.argmax()
+        filled = (is_next & (width <= count[block])).sum(dtype=jnp.int32)
+        number = is_next.argmax() + jnp.maximum(filled - 1, 0)
+        return jnp.where(count.max() > 0, number, len(steps)).astype(jnp.int32)
 
     return choose
 

@@ -21,7 +21,7 @@ ONE_EXECUTOR = (
     "and JAX keeps programs for the next process where `jax_compilation_cache_dir` is set."
 )
 ONE_LANE_POLICY = (
-    "The block of nested loops that runs next is the one that loses least; leave the option out."
+    "The block of loops that runs next is the one at which most lanes wait; leave the option out."
 )
 NO_OP = (
     'There is no "op" any more: with "cell", operations outside of cells are nodes of their own. '

@@ -10,9 +10,14 @@ from cases.loops import loop_in_loop
 from jax import lax
 
 import jedbatch
-from jedbatch._jaxpr.lane_costs import LARGEST_COST, LaneBlocks
 from jedbatch._jaxpr.lane_steps import counting
-from jedbatch._jaxpr.program_counters import LaneRule, _cut_for, lane_blocks, run_lanes
+from jedbatch._jaxpr.program_counters import (
+    LaneRule,
+    _cut_for,
+    chooser,
+    run_lanes,
+    steps_of,
+)
 
 # Programs of lanes are compiled as users do in `test_program_counters.py`.
 pytestmark = pytest.mark.unoptimized
@@ -41,11 +46,11 @@ def counted(fn, n, x):
 
 
 def blocks_in(fn, n, x):
-    """Returns (the blocks of a function and their steps, which of them come after themselves)."""
+    """Returns (the blocks of a function at which lanes wait, their steps)."""
     program, found = jax.make_jaxpr(fn)(n[0], x[0]), []
     jax.eval_shape(lambda *xs: found.append(_cut_for(program, xs, [True, True])), n, x)
-    repeats = [block.repeats for block in found[0].blocks[1:-1]]
-    return lane_blocks(found[0], len(n), STEP_WORK), repeats
+    between = found[0].blocks[1:-1]
+    return between, steps_of(between, len(n), STEP_WORK)
 
 
 def visits_of(often):
@@ -57,12 +62,12 @@ def visits_of(often):
     return visits
 
 
-def simulated(blocks, repeats, lanes):
+def simulated(blocks, steps, lanes):
     """Returns int64[K, 3], the counts of each step, where lanes make some visits in queues."""
-    choose = jax.jit(blocks.least_loss)
-    counts = np.zeros((len(blocks.block), 3), np.int64)
+    choose = jax.jit(chooser(steps))
+    counts = np.zeros((len(steps), 3), np.int64)
     left = [list(map(list, visits)) for visits in lanes]
-    queues = [[] for _ in blocks.work]
+    queues = [[] for _ in blocks]
 
     def arrive(lane):
         if left[lane]:
@@ -73,12 +78,13 @@ def simulated(blocks, repeats, lanes):
     while any(queues):
         waiting = np.array(list(map(len, queues)), np.int32)
         step = int(choose(waiting))
-        block, width = blocks.block[step], blocks.width[step]
+        block, width = steps[step]
         taken, queues[block] = queues[block][:width], queues[block][width:]
         assert taken, "nobody waits there"
         full, wasted = min(width, int(waiting.sum())), 0
         stay, trips = list(taken), 0
-        while stay and (not trips or (repeats[block] and wasted * blocks.work[block] < STEP_WORK)):
+        repeats, work = blocks[block].repeats, blocks[block].work
+        while stay and (not trips or (repeats and wasted * work < STEP_WORK)):
             counts[step] += 1, width, len(stay)
             for lane in stay:
                 left[lane][0][1] -= 1
@@ -94,12 +100,12 @@ def simulated(blocks, repeats, lanes):
 def test_steps_are_those_of_queues():
     """The function in Python tells for each lane which blocks it visits."""
     n, x = instances(70, 9)
-    blocks, repeats = blocks_in(loop_in_loop, n, x)
-    assert len(blocks.block) > len(blocks.work) == 3
+    blocks, steps = blocks_in(loop_in_loop, n, x)
+    assert len(steps) > len(blocks) == 3
     lanes = [visits_of(often) for often in n.tolist()]
-    expected = simulated(blocks, repeats, lanes)
+    expected = simulated(blocks, steps, lanes)
     outs, found = counted(loop_in_loop, n, x)
-    ours = [found[step] for step in zip(blocks.block, blocks.width, strict=True)]
+    ours = [found[step] for step in steps]
     np.testing.assert_array_equal(ours, expected)
     assert expected[:, 2].sum() == sum(trips for visits in lanes for _, trips in visits)
     theirs = [jax.jit(loop_in_loop)(a, b) for a, b in zip(n, x, strict=True)]
@@ -110,39 +116,18 @@ def test_steps_are_those_of_queues():
 # --- what is chosen ---
 
 
-def blocks_of(work, start=100.0, widths=(4, 16, 64)):
-    steps = [(b, w) for b in range(len(work)) for w in widths]
-    return LaneBlocks(work, *zip(*steps, strict=True), start)
-
-
-def by_hand(blocks, waiting):
-    """The step that loses least, by the definition, in exact fractions of the unit of costs."""
-    left, lost = sum(waiting), []
-    for k, (b, w) in enumerate(zip(blocks.block, blocks.width, strict=True)):
-        taken = min(waiting[b], w)
-        shares = [
-            int(blocks.costs[j]) // min(blocks.width[j], left)
-            for j in range(len(blocks.block))
-            if blocks.block[j] == b
-        ]
-        lost.append(int(blocks.costs[k]) - taken * min(shares) if taken else float("inf"))
-    return lost.index(min(lost))
-
-
-def test_least_loss_is_what_its_definition_says():
-    rng = np.random.default_rng(0)
-    for _ in range(200):
-        blocks = blocks_of(tuple(rng.integers(1, 1000, 3).astype(float)))
-        waiting = rng.multinomial(rng.integers(1, 65), rng.dirichlet([0.5] * 3)).astype(np.int32)
-        assert int(blocks.least_loss(waiting)) == by_hand(blocks, waiting.tolist())
-
-
-def test_costs_are_whole_numbers_that_products_of_lanes_do_not_exceed():
-    blocks = blocks_of((1e7, 3.0), widths=(8, 8192))
-    assert blocks.costs.dtype == np.int32
-    assert blocks.costs.max() == LARGEST_COST
-    waiting = np.array([8000, 192], np.int32)
-    assert int(blocks.least_loss(waiting)) == by_hand(blocks, waiting.tolist())
+def test_most_lanes_run_in_the_widest_step_that_they_fill():
+    steps = [(b, width) for b in range(2) for width in (4, 16, 64)]
+    choose = chooser(steps)
+    for waiting, step in {
+        (64, 0): (0, 64),
+        (20, 44): (1, 16),
+        (33, 32): (0, 16),
+        (3, 4): (1, 4),
+        (1, 1): (0, 4),
+    }.items():
+        assert steps[int(choose(jnp.array(waiting, jnp.int32)))] == step
+    assert int(choose(jnp.zeros(2, jnp.int32))) == len(steps)
 
 
 def test_nested_maps_of_lanes():
@@ -162,12 +147,12 @@ def test_a_single_block_needs_no_choice():
         return lax.while_loop(lambda c: c[0] > 0, lambda c: (c[0] - 1, jnp.sin(c[1])), (n, x))[1]
 
     n, x = instances()
-    blocks, repeats = blocks_in(spin, n, x)
+    blocks, steps = blocks_in(spin, n, x)
     lanes = [[[0, often]] if often else [] for often in n.tolist()]
-    expected = simulated(blocks, repeats, lanes)
+    expected = simulated(blocks, steps, lanes)
     ours, found = counted(spin, n, x)
     np.testing.assert_allclose(ours, [spin(a, b) for a, b in zip(n, x, strict=True)], rtol=1e-5)
-    np.testing.assert_array_equal([found[0, w] for w in blocks.width], expected)
+    np.testing.assert_array_equal([found[step] for step in steps], expected)
     assert expected[:, 2].sum() == n.sum()
 
 
