@@ -81,7 +81,6 @@ class Kernel:
       parameters: the arguments of the program after the consts: operands, or lists of them.
       lists: the operands that are elements of lists of which some do not exist; None if all do.
       num_consts: consts a lane reads, with `const_kinds`, (shape, dtype) of each.
-      transposed: positions of consts that are the transpose of a shared matrix.
       lane_work: floating-point operations of a lane.
       buckets: the widths it is compiled in.
       blocks: the widths in which the gradients of its weights are computed.
@@ -155,10 +154,6 @@ class Kernel:
         self.const_kinds = tuple((v.aval.shape, v.aval.dtype) for v in self.const_vars)
         self._before = jaxpr.replace(invars=shared_vars, eqns=before, outvars=self.const_vars)
         self._before_consts = list(closed.consts)
-        turned = {e.outvars[0] for e in before if e.primitive.name == "transpose"}
-        self.transposed = {
-            i for i, v in enumerate(self.const_vars) if v in turned and v.aval.ndim == 2
-        }
         self.result_bytes = sum(row_bytes(stored(t)) for t in self.results)
         moving = [x for x in self.parameters if differentiable(x.type)]
         self.cotangent_bytes = sum(row_bytes(stored(x.type)) * x.num_rows for x in moving)

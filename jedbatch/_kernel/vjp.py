@@ -29,11 +29,9 @@ from jedbatch._jaxpr.interpret import (
     cares_for_padding,
     has_gradient,
     inlined,
-    interpret,
     is_inexact,
     is_reshape,
     reads,
-    run_equation,
     run_equations,
     shape_of,
     used_variables,
@@ -151,7 +149,7 @@ class KernelVjp:
         self.results_read = {i for source, i in self._sources if source is Source.RESULT}
         self._forward, self._forward_consts = traced.forward, traced.forward_consts
         self._derived = traced.derived
-        backward, self._backward_consts, self._turned = self._turn_weights(traced.backward)
+        backward, self._backward_consts = traced.backward.jaxpr, traced.backward.consts
         sources = self._sources_of_results(backward, len(self._sources))
         places = [*_places_of(tapped), *consts]
         self.flow = self._flow(sources)
@@ -382,59 +380,6 @@ class KernelVjp:
         deltas = {} if CONSTS in refused else deltas
         return self.kernel.evaluate(consts, operands, deltas)[0][s]
 
-    def _turn_weights(
-        self, backward: ClosedJaxpr
-    ) -> tuple[Jaxpr, Sequence[jax.Array], tuple[int, ...]]:
-        """Lets the backward program read weights that were transposed as they came.
-
-        It sums over the axis of a weight that the forward program does not, and XLA:CPU takes up
-        to twice as long for two to thirty rows if that is the last axis. To transpose a weight for
-        this alone costs more than it saves, in large ones. Returns (the program, its constants,
-        the weights that it takes, transposed, as its last arguments).
-        """
-        jaxpr = backward.jaxpr
-        sources = dict(zip(jaxpr.invars, self._sources, strict=False))
-        turned: dict[int, int] = {}
-
-        def weight_of(eqn: Equation) -> int | None:
-            """The const that is the matrix of a vector times a transposed matrix."""
-            if eqn.primitive.name != "dot_general":
-                return None
-            row, weight = eqn.invars
-            (_, summed), batched = eqn.params["dimension_numbers"]
-            unknown = Source.UNREAD, 0
-            source, i = sources.get(weight, unknown) if isinstance(weight, Var) else unknown
-            plain = row.aval.ndim == 1 and weight.aval.ndim == 2 and not any(batched)
-            free = source is Source.CONST and i in self.kernel.transposed
-            return i if free and plain and summed == (1,) else None
-
-        for eqn in jaxpr.eqns:
-            if (i := weight_of(eqn)) is not None:
-                turned.setdefault(i, len(turned))
-        if not turned:
-            return jaxpr, backward.consts, ()
-
-        def evaluate(args: Sequence[jax.Array], weights: Sequence[jax.Array]) -> list[Array]:
-            def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
-                if (i := weight_of(eqn)) is None:
-                    return run_equation(jaxpr, eqn, values)
-                (summed, _), batched = eqn.params["dimension_numbers"]
-                product = jax.lax.dot_general(
-                    values[0],
-                    weights[turned[i]],
-                    ((summed, (0,)), batched),
-                    precision=eqn.params["precision"],
-                    preferred_element_type=eqn.params["preferred_element_type"],
-                )
-                return [product]
-
-            return interpret(jaxpr, backward.consts, args, rule)
-
-        kinds = (self.kernel.const_kinds[i] for i in turned)
-        weights = [jax.ShapeDtypeStruct(shape[::-1], dtype) for shape, dtype in kinds]
-        closed = jax.make_jaxpr(evaluate)(list(map(shape_of, jaxpr.invars)), weights)
-        return closed.jaxpr, closed.consts, tuple(turned)
-
     def _share_cotangents(
         self, backward: Jaxpr, places: list[Any]
     ) -> tuple[Jaxpr, dict[Var | int, int]]:
@@ -545,11 +490,11 @@ class KernelVjp:
         first = len(self.kernel.results)
         return out[:first], all_to_stored(out[first:], self._saved_types)
 
-    def prepare(self, consts: Sequence[jax.Array]) -> tuple[list, list, Starts]:
+    def prepare(self, consts: Sequence[jax.Array]) -> tuple[list, Starts]:
         """Computes what `backward` reads and that depends on consts only; once per program."""
         derived = jax.core.eval_jaxpr(self._derived, self._forward_consts, *consts)
         starts = unknown_starts(self._over_lanes[1]) if self.kernel.in_loops else {}
-        return derived, [jnp.transpose(consts[i]) for i in self._turned], starts
+        return derived, starts
 
     def backward(
         self, consts, prepared, operands, results, saved, cotangents, alive
@@ -559,7 +504,7 @@ class KernelVjp:
         `alive` says of each result whether its cotangent exists, which is zeros if not; what is
         made of no cotangent that exists may be anything.
         """
-        derived, turned, starts = prepared
+        derived, starts = prepared
         found = {
             Source.CONST: consts,
             Source.DERIVED: derived,
@@ -575,7 +520,7 @@ class KernelVjp:
                 leaves.append(x if source is Source.LITERAL else found[source][x])
         cotangents_read = [cotangents[s] for s in self.returned]
         flags = [alive[s] for s in self.returned] if self.is_guarded else []
-        given = *leaves, *cotangents_read, *turned, *flags
+        given = *leaves, *cotangents_read, *flags
         out = run_with_starts(self._over_lanes[1], self._backward_consts, given, starts)
         return out[: len(self._moving)], out[len(self._moving) :]
 

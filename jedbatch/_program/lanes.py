@@ -58,7 +58,7 @@ def run_lanes(
 def reverse_lanes(
     back: KernelVjp,
     consts: Values,
-    prepared: tuple[Values, Values, Starts],
+    prepared: tuple[Values, Starts],
     operands: Values,
     results: Values,
     saved: Values,

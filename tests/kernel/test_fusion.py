@@ -267,7 +267,7 @@ def test_packed_by_hand(side, x64):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_weights_are_read_along_rows_forwards_and_backwards(side, x64):
+def test_weights_are_read_along_rows(side, x64):
     """Transposed once per program if need be, not in the lane."""
     p = {"W": array(1, 3 * H, H) if side == "left" else array(1, H, 3 * H)}
 
@@ -281,11 +281,6 @@ def test_weights_are_read_along_rows_forwards_and_backwards(side, x64):
     lane = jax.make_jaxpr(kernel.forward)(kernel.prologue(jax.tree.leaves(p)), [array(2)])
     (product,) = (e for e in lane.eqns if e.primitive.name == "dot_general")
     assert product.params["dimension_numbers"][0] == ((0,), (0,))
-    (product,) = (e for e in kernel.reverse._backward.eqns if e.primitive.name == "dot_general")
-    read_as_it_came = side == "left"
-    assert product.params["dimension_numbers"][0] == ((0,), (0 if read_as_it_came else 1,))
-    _, turned, _ = kernel.reverse.prepare(kernel.prologue(jax.tree.leaves(p)))
-    assert [x.shape for x in turned] == ([(3 * H, H)] if read_as_it_came else [])
 
 
 def test_cells_without_products():
