@@ -159,25 +159,16 @@ def _held_by_all(records: Sequence[Record]) -> dict[Kind, list[np.ndarray]] | No
     return {kind: [x[1][j] for x in held] for j, kind in enumerate(kinds)}  # type: ignore[index]
 
 
-def pack_rows(
-    kind: Kind, parts: Sequence[Array], capacity: int, repeats_last: bool = False
-) -> Array:
-    """Returns parts [k, *shape], traced or not, as one array [capacity, *shape].
-
-    Rows beyond them are zeros, or the last one again if there is any and it `repeats_last`.
-    """
+def pack_rows(kind: Kind, parts: Sequence[Array], capacity: int) -> Array:
+    """Returns parts [k, *shape], traced or not, as one array [capacity, *shape], 0 beyond them."""
     shape, dtype = kind
     count = sum(map(len, parts))
-    repeats_last = repeats_last and count > 0
     if any(isinstance(x, Tracer) for x in parts):
         packed = jnp.concatenate([jnp.asarray(x, dtype) for x in parts])
-        mode = "edge" if repeats_last else "constant"
-        return jnp.pad(packed, [(0, capacity - count), *[(0, 0)] * len(shape)], mode=mode)
+        return jnp.pad(packed, [(0, capacity - count), *[(0, 0)] * len(shape)])
     rows = np.zeros((capacity, *shape), dtype)
     if parts:
         np.concatenate(parts, out=rows[:count], casting="unsafe")
-    if repeats_last:
-        rows[count:] = rows[count - 1]
     return rows
 
 

@@ -345,8 +345,7 @@ def _packed(
 ) -> Any:
     """Returns operand `k` of all calls as one array: [R, ...] if ragged, or [K, ...].
 
-    Rows beyond the last repeat it, if there is any, where they are not cut into blocks. Of several
-    microbatches, the rows of each follow those of the one before.
+    Of several microbatches, the rows of each follow those of the one before.
     """
     if capacity.microbatches > 1:
         one = capacity.of_one
@@ -360,7 +359,7 @@ def _packed(
     if e is None:
         return pack_rows(stored(value_type), [x[None] for x in values], capacity.calls)
     kind = value_type.shape[1:], value_type.dtype
-    return pack_rows(kind, values, capacity.rows[e], repeats_last=bool(capacity.slots))
+    return pack_rows(kind, values, capacity.rows[e])
 
 
 def run_regions(

@@ -11,14 +11,12 @@ instances on a few groups of calls, each padded to one length and with so many s
 
     lengths     32                    96
     slots       [a ·] [b b] [· ·]     [c c c c] [· · · ·]
-    packed      a b b c c c c         place of every row among the slots, as data
 
 How long the slots of each group are, and how many there are, is chosen by what they cost for one
 minibatch, and fits others: a call runs in the first group with a slot that is long enough.
 """
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -159,23 +157,3 @@ def slots_of(longest: np.ndarray, groups: Groups) -> np.ndarray | None:
         waiting = waiting[len(placed) :]
         first += slots
     return None if len(waiting) else slot_of_call
-
-
-def places_in(
-    slots: np.ndarray, slot_rows: Sequence[int], sizes: Sequence[int], counts: np.ndarray
-) -> np.ndarray:
-    """Returns int[rows]: where each packed row is among the rows of all slots.
-
-    Args:
-      slots: int[K], of each call.
-      slot_rows: rows of a slot of each group.
-      sizes: slots of each group.
-      counts: int[K], rows of each call.
-    """
-    begins = [0, *itertools.accumulate(r * s for r, s in zip(slot_rows, sizes, strict=True))]
-    firsts = np.array([0, *itertools.accumulate(sizes)])
-    group = np.searchsorted(firsts, slots, side="right") - 1
-    start = np.array(begins)[group] + (slots - firsts[group]) * np.array([*slot_rows, 0])[group]
-    ends = counts.cumsum()
-    within = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
-    return np.repeat(start, counts) + within

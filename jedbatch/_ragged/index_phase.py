@@ -143,10 +143,6 @@ class _Step:
         self.gates, self.flags = gates, flags
         self.readers: Sequence[Atom] = ()
 
-    @property
-    def _is_on_gpu(self) -> bool:
-        return self.batch.capacity.target.control == "switch"
-
     def counts(self, extent: AxisSize) -> jax.Array:
         """Returns int32[K]: an extent of every call."""
         counts = jnp.asarray(extent_at(extent, self.batch.lengths()), jnp.int32)
@@ -211,17 +207,13 @@ class _Step:
             t = batch.index(extent)
             starts, counts = take(batch.get("starts", t), call), take(self.counts(extent), call)
             every = batch.capacity.rows[t]
-        is_ended = bool(batch.capacity.slots) and self._is_on_gpu
-        named = NamedRows(starts, counts, exist, every, is_ended)
+        named = NamedRows(starts, counts, exist, every, batch.capacity.target.control == "switch")
         values = [self._long(table, indexing.axis), self._long(indices, indexing.batch)]
         values += [self._long(v, indexing.dimensions[indexing.batch]) for v in updates]
         out, result = run_indexed(eqn, values, named), eqn.outvars[0]
         axis = ragged_axis(result)
         if axis is not None:
-            rows = jnp.moveaxis(out, axis, 0)
-            if is_ended and not updates:  # indices repeat the last, and so does what they read
-                return rows
-            return self._ending(batch.index(result.aval.shape[axis]), rows)
+            return jnp.moveaxis(out, axis, 0)
         out = jnp.moveaxis(out, indexing.axis, 0)
         out = out.reshape(batch.capacity.calls, extent, *out.shape[1:])
         return jnp.moveaxis(out, 1, indexing.axis + 1)
@@ -235,19 +227,3 @@ class _Step:
             x = jnp.moveaxis(x, axis + 1, 1)
             x = lax.collapse(x, 0, 2)
         return jnp.moveaxis(x, 0, axis)
-
-    def _ending(self, e: int, rows: Array) -> Array:
-        """Returns packed rows; those beyond the last repeat it where all rows are one block.
-
-        What these send back, zeros, a GPU would add to the last one after the other. XLA:CPU
-        computes what is selected again for each reader.
-        """
-        if not self.batch.capacity.slots or not len(rows):
-            return rows
-        total = self.batch.total(e)
-        if not self._is_on_gpu:
-            row = jnp.arange(len(rows), dtype=jnp.int32)
-            return take(rows, jnp.minimum(row, jnp.maximum(total - 1, 0)))
-        exist = (jnp.arange(len(rows)) < total).reshape(-1, *[1] * (rows.ndim - 1))
-        last = lax.dynamic_slice_in_dim(rows, jnp.maximum(total - 1, 0), 1)
-        return jnp.where(exist, rows, lax.stop_gradient(last))

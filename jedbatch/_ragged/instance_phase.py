@@ -11,6 +11,7 @@ at hand.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +31,6 @@ from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom
 from jedbatch._jaxpr.zeros import where_alive
-from jedbatch._program.arenas import broadcast_flags, take
 from jedbatch._ragged.attention import AttentionPhase, attend, find_attention, pull_back
 from jedbatch._ragged.instance_rows import (
     InstanceRows,
@@ -70,16 +70,6 @@ class InstanceGroup:
     starts: Sequence[jax.Array]
     tiles: Axes
     offset: jax.Array
-
-    @staticmethod
-    def all(batch: PackedBatch, moves: jax.Array | None = None) -> list["InstanceGroup"]:
-        """Returns all instances, where each has a slot (see `_ragged.groups`)."""
-        groups, first = [], 0
-        for capacity, size in zip(*batch.capacity.groups, strict=True):
-            group = InstanceGroup.at(batch, first, size, capacity, {}, jnp.int32(0), moves)
-            groups.append(group)
-            first += size
-        return groups
 
     @staticmethod
     def at(
@@ -218,18 +208,12 @@ class InstancePhase:
     ) -> list[jax.Array]:
         phase = self.phase
 
-        def made(group):
-            blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
-            return self._lanes(group, shared, blocks)
-
-        if batch.capacity.slots:
-            parts = zip(*map(made, InstanceGroup.all(batch)), strict=True)
-            return [_from_slots(batch, v, x) for v, x in zip(phase.writes, parts, strict=True)]
-
         def body(group, results):
+            blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
+            made = self._lanes(group, shared, blocks)
             return [
                 group.write(v, x, new)
-                for v, x, new in zip(phase.writes, results, made(group), strict=True)
+                for v, x, new in zip(phase.writes, results, made, strict=True)
             ]
 
         return self._each_group(batch, list(map(batch.empty, phase.writes)), body)
@@ -266,7 +250,7 @@ class InstancePhase:
         moves = functools.reduce(jnp.logical_or, [moves_of[i] for i in returned], nothing)
         gates = Gates.find(phase.equations, [phase.writes[i] for i in returned], phase.shared)
 
-        def pulled(group):
+        def body(group, sums):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
 
             def forward(some_shared, some_blocks):
@@ -282,43 +266,19 @@ class InstancePhase:
             of_shared, of_blocks = pull_back(
                 [group.read(phase.writes[i], cotangents[i], zeros=True) for i in returned]
             )
-            return [where_alive(moves.any(), x) for x in of_shared], of_blocks, group.alive
-
-        def body(group, sums):
-            of_shared, of_blocks, _ = pulled(group)
             return (
-                [a + b for a, b in zip(sums[0], of_shared, strict=True)],
+                [a + where_alive(moves.any(), b) for a, b in zip(sums[0], of_shared, strict=True)],
                 [
                     group.write(phase.reads[i], x, new, add=True)
                     for i, x, new in zip(moving, sums[1], of_blocks, strict=True)
                 ],
             )
 
-        if batch.capacity.slots:
-            parts_of_groups = list(map(pulled, InstanceGroup.all(batch, moves)))
-            of_shared = [
-                sum(x[1:], x[0])
-                for x in zip(*(group_parts for group_parts, _, _ in parts_of_groups), strict=True)
-            ]
-            parts = list(
-                zip(
-                    *(
-                        [where_alive(broadcast_flags(alive, x), x) for x in of_blocks]
-                        for _, of_blocks, alive in parts_of_groups
-                    ),
-                    strict=True,
-                )
-            )
-            of_operands = [
-                _from_slots(batch, phase.reads[i], x, rest=0)
-                for i, x in zip(moving, parts, strict=True)
-            ]
-        else:
-            zeros = (
-                [jnp.zeros_like(shared[i]) for i in moving_shared],
-                [jnp.zeros_like(operands[i]) for i in moving],
-            )
-            of_shared, of_operands = self._each_group(batch, zeros, body, moves)
+        zeros = (
+            [jnp.zeros_like(shared[i]) for i in moving_shared],
+            [jnp.zeros_like(operands[i]) for i in moving],
+        )
+        of_shared, of_operands = self._each_group(batch, zeros, body, moves)
         nones = [None] * len(shared), [None] * len(operands)
         return (
             with_replaced(nones[0], moving_shared, of_shared),
@@ -328,7 +288,16 @@ class InstancePhase:
     def _each_group(
         self, batch: PackedBatch, state: Any, body: Callable, moves: jax.Array | None = None
     ) -> Any:
-        """Runs `body(group, state)` for all instances, tile by tile where they are long."""
+        """Runs `body(group, state)` for all instances, tile by tile where they are long.
+
+        Where each has a slot (see `_ragged.groups`) there are no loops, and no tiles.
+        """
+        if batch.capacity.slots:
+            begins = itertools.accumulate(batch.capacity.slots, initial=0)
+            for begin, capacity, size in zip(begins, *batch.capacity.groups, strict=False):
+                group = InstanceGroup.at(batch, begin, size, capacity, {}, jnp.int32(0), moves)
+                state = body(group, state)
+            return state
         trips = batch.get("trips")
         first = jnp.int32(0)
         for c, (capacity, size) in enumerate(
@@ -409,21 +378,3 @@ class InstancePhase:
             axis = ragged_axis(v)
             results.append(env[v] if axis is None else jnp.moveaxis(env[v], axis, 0))
         return results
-
-
-def _from_slots(
-    batch: PackedBatch, variable: Atom, parts: Sequence[jax.Array], rest: float | None = None
-) -> jax.Array:
-    """Returns a variable of all calls, [R, ...] or [K, ...], from the slots of every group.
-
-    Rows, or calls, beyond those that exist are `rest`, or anything.
-    """
-    axis = ragged_axis(variable)
-    if axis is None:
-        places, exist = batch.get("slot"), jnp.arange(batch.capacity.calls) < batch.get("calls")[0]
-    else:
-        e = batch.index(variable.aval.shape[axis])
-        places, exist = batch.get("place", e), jnp.arange(batch.capacity.rows[e]) < batch.total(e)
-        parts = [lax.collapse(x, 0, 2) for x in parts]
-    rows = take(jnp.concatenate(parts), places).astype(variable.aval.dtype)
-    return rows if rest is None else jnp.where(broadcast_flags(exist, rows), rows, rest)

@@ -32,13 +32,13 @@ from jedbatch._jaxpr.interpret import (
     value_of,
 )
 from jedbatch._jaxpr.padding.axis_rules import TILE_ROWS
-from jedbatch._jaxpr.symbolic_dims import extent_at, symbols_in
+from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.versions import Atom, OpenProgram
 from jedbatch._kernel.target import CPU
 from jedbatch._layout.bucketing import blocks_of
 from jedbatch._program.arenas import row, take
 from jedbatch._program.tables import TableLayout
-from jedbatch._ragged.groups import places_in, slots_of
+from jedbatch._ragged.groups import slots_of
 from jedbatch._ragged.index_phase import IndexPhase
 from jedbatch._ragged.instance_phase import InstancePhase
 from jedbatch._ragged.microbatch_loop import MicrobatchLoop
@@ -169,15 +169,13 @@ class PackedProgram:
             of_symbols[i, calls:] = values[0]
         form.view(table, "calls")[:] = calls
         longest = self.longest(lengths)
-        slots = slots_of(longest, capacity.groups) if capacity.slots else None
-        if slots is not None:
-            form.view(table, "slot")[:calls] = slots
-            form.view(table, "order")[:] = capacity.calls
+        form.view(table, "order")[:] = capacity.calls
+        if capacity.slots:
+            slots = slots_of(longest, capacity.groups)
+            assert slots is not None  # there is a slot for every call
             form.view(table, "order")[slots] = np.arange(calls)
         else:
-            assert not capacity.slots  # there is a slot for every call
             order, trips = self._order(capacity, longest.tolist())
-            form.view(table, "order")[:] = capacity.calls
             form.view(table, "order")[: len(order)] = order
             form.view(table, "trips")[:] = trips
         for e, counts in enumerate(row_counts):
@@ -189,13 +187,7 @@ class PackedProgram:
             call[total:] = call[max(0, total - 1)]
             form.view(table, "total", e)[:] = total
             blocks = capacity.blocks(e)
-            if slots is not None and self.has_places[e]:
-                slot_rows = [extent_at(self.extents[e], self._padded(n)) for n in capacity.lengths]
-                places = places_in(slots, slot_rows, capacity.slots, counts)
-                places = np.append(places, places[-1] if total else 0)
-                rows = np.minimum(np.arange(capacity.rows[e]), total)
-                form.view(table, "place", e)[:] = places[rows]
-            elif blocks is not None:
+            if blocks is not None:
                 form.view(table, "blocks", e)[:] = blocks_of(total, blocks)
         return table
 
@@ -229,15 +221,6 @@ class PackedProgram:
                 rows = capacity.rows[self.extents.index(v.aval.shape[axis])]
                 total += rows * math.prod(row_shape(v)) * np.dtype(v.aval.dtype).itemsize
         return total
-
-    @functools.cached_property
-    def has_places(self) -> list[bool]:
-        """For each extent, whether its rows have places among those of phases over instances."""
-        return [symbols_in(extent) <= self.phased.padded for extent in self.extents]
-
-    def _padded(self, length: int) -> dict[str, int]:
-        """Returns the symbols of a call that is padded to a length."""
-        return dict.fromkeys(self.phased.symbols, length)
 
     @staticmethod
     def _order(capacity: RowCapacity, longest: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -147,7 +147,6 @@ def table_form(capacity: RowCapacity, num_symbols: int) -> TableLayout:
     form.add(("lengths",), num_symbols, capacity.calls)
     if capacity.slots:
         form.add(("order",), sum(capacity.slots))
-        form.add(("slot",), capacity.calls)
     else:
         form.add(("order",), capacity.calls + sum(g - 1 for g in capacity.together))
         form.add(("trips",), len(capacity.lengths))
@@ -157,9 +156,7 @@ def table_form(capacity: RowCapacity, num_symbols: int) -> TableLayout:
         form.add(("call", e), rows)
         form.add(("total", e), 1)
         blocks = capacity.blocks(e)
-        if blocks is None:
-            form.add(("place", e), rows)
-        else:
+        if blocks is not None:
             form.add(("blocks", e), len(blocks.widths))
     return form
 

@@ -140,8 +140,7 @@ class RowArguments(NamedTuple):
 class RowFunction:
     """A kernel as a differentiable function of packed rows.
 
-    Rows beyond those that exist repeat the last one if rows are not cut into blocks, and may be
-    anything otherwise.
+    Rows beyond those that exist may be anything.
 
     Attributes:
       kernel: its lanes are rows.
@@ -197,9 +196,7 @@ class RowFunction:
                 rows.append(take(x, calls))
                 continue
             x = slice_rows(x, lane, width)
-            if self.buckets is not None:  # the first row of a block exists
-                x = jnp.where(broadcast_flags(exists, x), x, x[:1])
-            rows.append(x)
+            rows.append(jnp.where(broadcast_flags(exists, x), x, x[:1]))  # the first row exists
         return rows
 
     def unwritten(self, arguments: RowArguments, kind: Kind, *name: Any) -> jax.Array:

@@ -117,16 +117,15 @@ class NamedRows:
       counts: int32[R], how many there are.
       exist: bool[R], whether there is such a row of indices.
       total: how many rows all instances have, those of no instance among them.
-      is_ended: whether rows of indices that do not exist repeat the last that does. What they read
-        is then that row too, and nothing is sent back by them: XLA:GPU adds up what is sent back
-        to one row, zeros too, one after the other.
+      is_on_gpu: whether nothing is sent back by rows of indices that do not exist: XLA:GPU adds up
+        what is sent back to one row, zeros too, one after the other.
     """
 
     starts: jax.Array
     counts: jax.Array
     exist: jax.Array
     total: int
-    is_ended: bool = False
+    is_on_gpu: bool = False
 
 
 def run_indexed(eqn: Equation, values: Sequence[jax.Array], named: NamedRows) -> Array:
@@ -172,7 +171,7 @@ def run_indexed(eqn: Equation, values: Sequence[jax.Array], named: NamedRows) ->
     component = indexing.component
     indices = indices.astype(jnp.int32)
     clips_others = mode == Mode.CLIP and indices.shape[-1] > 1
-    if not updates and named.is_ended and has_gradient(table.dtype) and not clips_others:
+    if not updates and named.is_on_gpu and has_gradient(table.dtype) and not clips_others:
         # As XLA does: where the nearest row is read, nothing is sent back to it.
         returns = exist if mode == Mode.CLIP else exist & inside
         sent_to = jnp.where(returns, nearest, nowhere)

@@ -90,8 +90,6 @@ def _check_microbatch(stage: Stage, table: np.ndarray) -> int:
     require(
         sorted(calls_seen) == list(range(calls)), f"{len(calls_seen)} of {calls} calls are computed"
     )
-    if room.slots:
-        _check_slots(stage, table)
     return calls
 
 
@@ -108,31 +106,6 @@ def _check_packed(stage: Stage, table: np.ndarray, tables: Sequence[np.ndarray])
         exist = [m * capacity.rows[e] + row for m, n in enumerate(totals) for row in range(n)]
         rows = form.view(table, "packed", e)[: sum(totals)].tolist()
         require(sorted(rows) == exist, "a row returned is not that of one call")
-
-
-def _check_slots(stage: Stage, table: np.ndarray) -> None:
-    """Every packed row is read from the slot of its call."""
-    packed, room = stage.region.packed, stage.capacity.of_one
-    form = packed.form(room)
-    calls = int(form.view(table, "calls")[0])
-    order, slot = form.view(table, "order"), form.view(table, "slot")
-    require(((slot >= 0) & (slot < len(order))).all(), "a call is in no slot")
-    require((order[slot[:calls]] == np.arange(calls)).all(), "a call is read from another's slot")
-    for e, extent in enumerate(packed.extents):
-        if not packed.has_places[e]:
-            continue
-        begins: list[int] = []
-        end = 0
-        for length, slots in zip(room.lengths, room.slots, strict=True):
-            size = extent_at(extent, dict.fromkeys(packed.phased.symbols, length))
-            begins += [end + size * i for i in range(slots)]
-            end += size * slots
-        place, total = form.view(table, "place", e), int(form.view(table, "total", e)[0])
-        require(((place >= 0) & (place < max(1, end))).all(), "a row is in no slot")
-        call = form.view(table, "call", e)[:total]
-        within = np.arange(total) - form.view(table, "starts", e)[call]
-        right = place[:total] == np.array(begins)[slot[call]] + within
-        require(right.all(), "a packed row is read from another place")
 
 
 # --- plans ---
