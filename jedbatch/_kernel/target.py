@@ -105,8 +105,6 @@ class Target:
         tables; fewer fit into the cache, and each loop is as long as the longest of them. 0 if only
         rows are counted.
       shortest: the least room for the rows of a ragged instance.
-      attention_rows: the most rows that programs have room for in which the compiled core computes
-        attention, instance by instance (see `_ragged.attention`); 0 if it never does.
       straight_rows: packed rows up to which ragged regions run without loops (see
         `_ragged.groups`), and lanes up to which weight gradients are computed together.
       straight_indexed_rows: the same for regions that read or write rows by index, such as those of
@@ -152,7 +150,6 @@ class Target:
     together: int = 4
     table_size: int = 1 << 15
     shortest: int = 8
-    attention_rows: int = 256
     straight_rows: int = 0
     straight_indexed_rows: int = 1 << 17
     straight_bytes: int = 0
@@ -332,7 +329,6 @@ GPU = Target(
     together=1,
     table_size=0,
     shortest=32,
-    attention_rows=0,
     straight_rows=1 << 16,
     straight_bytes=4 << 30,
     microbatch_rows=0,

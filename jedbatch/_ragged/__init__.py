@@ -11,30 +11,29 @@ Read in this order:
 7. `moving_calls`: Calls to which something comes back: those with a cotangent other than 0.
 8. `packing`: Packed rows: the capacity for them, and where those of a minibatch are.
 9. `row_phase`: Phases over rows: equations that do the same to every row, of all instances.
-10. `attention`: Attention among the rows of each instance, by one call of the compiled core.
-11. `instance_phase`: Phases over instances: equations that take the rows of one instance together.
-12. `index_phase`: Phases by index: rows of instances that are read or written by index, of all
+10. `instance_phase`: Phases over instances: equations that take the rows of one instance together.
+11. `index_phase`: Phases by index: rows of instances that are read or written by index, of all
    instances at once.
-13. `microbatch_loop`: Running a program on one microbatch after another.
-14. `shared_values`: Values that follow from what all calls share.
-15. `packed_program`: Running a program in phases on the packed rows of all instances.
-16. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
-17. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
+12. `microbatch_loop`: Running a program on one microbatch after another.
+13. `shared_values`: Values that follow from what all calls share.
+14. `packed_program`: Running a program in phases on the packed rows of all instances.
+15. `tile_reductions`: Reductions over the rows of arrays, tile by tile.
+16. `tile_steps`: The program of a node on ragged values as steps on tiles, of a fixed number of
    rows each.
-18. `joined_tiles`: The program of a node as one node that reads all tiles of its arrays.
-19. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
-20. `regions`: The ragged parts of an instance's graph, taken out of it.
-21. `joined_nodes`: Nodes whose values cannot be cut into tiles, as one node with all between them.
-22. `cutting`: Cutting a recorded graph in two: calls of regions, and the graph that is left.
-23. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
-24. `tile_templates`: Templates of recorded graphs: what graphs of nodes on arrays become, for all
+17. `joined_tiles`: The program of a node as one node that reads all tiles of its arrays.
+18. `tile_types`: Types of nodes on tiles: what takes the place of a node on arrays of any length.
+19. `regions`: The ragged parts of an instance's graph, taken out of it.
+20. `joined_nodes`: Nodes whose values cannot be cut into tiles, as one node with all between them.
+21. `cutting`: Cutting a recorded graph in two: calls of regions, and the graph that is left.
+22. `tiled_graph`: Graphs of nodes on tiles, of instances of any length.
+23. `tile_templates`: Templates of recorded graphs: what graphs of nodes on arrays become, for all
    lengths.
-25. `tiled_arrays`: Arrays of instances cut into tiles.
-26. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
+24. `tiled_arrays`: Arrays of instances cut into tiles.
+25. `tiled_records`: Records of instances whose arrays [n, ...] travel through their graphs as
    tiles.
-27. `length_families`: Families of instances that are equal but for the lengths of their arrays.
-28. `lengths`: The arrays of instances that have lengths of their own.
-29. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
+26. `length_families`: Families of instances that are equal but for the lengths of their arrays.
+27. `lengths`: The arrays of instances that have lengths of their own.
+28. `calls`: Calls of regions (see `_ragged.regions`), which run before a graph, all of one region
    together.
-30. `row_capacities`: How much room programs have for the calls of a region.
+29. `row_capacities`: How much room programs have for the calls of a region.
 """

@@ -31,7 +31,6 @@ from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom
 from jedbatch._jaxpr.zeros import where_alive
-from jedbatch._ragged.attention import AttentionPhase, attend, find_attention, pull_back
 from jedbatch._ragged.instance_rows import (
     InstanceRows,
     find_members,
@@ -141,7 +140,6 @@ class InstancePhase:
         self._makes_more = any(eqn.primitive.name in MAKE_MORE for eqn in phase.equations)
         self._masks = find_softmax_masks(phase.equations, phase.writes)
         self._positioned = positioned(phase.equations)
-        self._attention = find_attention(phase)
         inexact = [
             [i for i, v in enumerate(variables) if has_gradient(v.aval.dtype)]
             for variables in (phase.shared, phase.reads, phase.writes)
@@ -187,25 +185,6 @@ class InstancePhase:
         self, batch: PackedBatch, shared: Sequence[jax.Array], operands: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Returns the variables that the phase writes."""
-        found = self._attention_for(batch)
-        if found is None:
-            return self._forward_in_groups(batch, shared, operands)
-        unknown = batch.without_table()
-
-        def otherwise(table, read):
-            return self._forward_in_groups(unknown.reading(table), shared, read)[0]
-
-        return [attend(found, batch, operands, batch.kind(self.phase.writes[0]), otherwise)]
-
-    def _attention_for(self, batch: PackedBatch) -> AttentionPhase | None:
-        """Returns the attention that the core computes; None if the phase runs in groups."""
-        capacity = batch.capacity
-        is_short = not capacity.slots and capacity.longest <= capacity.target.attention_rows
-        return self._attention if is_short else None
-
-    def _forward_in_groups(
-        self, batch: PackedBatch, shared: Sequence[jax.Array], operands: Sequence[jax.Array]
-    ) -> list[jax.Array]:
         phase = self.phase
 
         def body(group, results):
@@ -225,23 +204,6 @@ class InstancePhase:
 
         `moves_of`, bool[K] for each result, says to which calls something comes back through it.
         """
-        found = self._attention_for(batch)
-        if found is None or not any(wanted[1]) or cotangents[0] is None:
-            return self._reverse_in_groups(batch, shared, operands, cotangents, wanted, moves_of)
-        unknown = batch.without_table()
-
-        def otherwise(table, read, moves, cotangent):
-            own, every = unknown.reading(table), [True] * len(read)
-            return self._reverse_in_groups(own, [], read, [cotangent], ([], every), [moves])[1]
-
-        (moves,), (cotangent,) = moves_of, cotangents
-        back = pull_back(found, batch, operands, moves, cotangent, otherwise)
-        return [], [x if w else None for x, w in zip(back, wanted[1], strict=True)]
-
-    def _reverse_in_groups(
-        self, batch: PackedBatch, shared, operands, cotangents, wanted, moves_of
-    ) -> tuple[list[Any], list[Any]]:
-        """Does what `_reverse` does, for some instances after others."""
         phase = self.phase
         moving_shared = [i for i in self._moving_shared if wanted[0][i]]
         moving = [i for i in self._moving if wanted[1][i]]

@@ -7,6 +7,7 @@ import pytest
 from cases.helpers import assert_close, check, mostly_slow
 from jax.test_util import check_grads
 
+import jedbatch
 from jedbatch import ragged
 
 SIZES = {  # n, m, heads, d, e, causal
@@ -153,3 +154,49 @@ def test_integers_and_scales_that_are_no_numbers():
         ragged.attention(x, x, x.astype(jnp.int32))
     with pytest.raises(TypeError, match=r"expected a finite number.*scale=1.0"):
         ragged.attention(x, x, x, scale=jnp.ones(()))
+
+
+def rows(count, width, seed=0):
+    numbers = np.random.default_rng([seed, count]).normal(size=(count, width))
+    return jnp.asarray(numbers, jnp.float32)
+
+
+def test_no_number_reaches_other_instances():
+    """Neither what is no number, nor what is too large, nor what comes back to it."""
+
+    def fn(p, x):
+        return jnp.tanh(jax.nn.softmax(jnp.tanh(x @ p[0]) @ jnp.tanh(x @ p[1]).T / 2) @ x @ p[0])
+
+    p, (x, y, z) = [rows(6, 6, seed=s) / 2 for s in range(2)], [rows(n, 6) for n in (4, 6, 5)]
+    batched = jedbatch.batch(fn, out_axes=None)
+
+    def total(p, xs):
+        first, _, last = batched(p, xs)
+        return jnp.sum(first) + jnp.sum(last)
+
+    def loop(p, xs):
+        return jnp.sum(fn(p, xs[0])) + jnp.sum(fn(p, xs[2]))
+
+    for wrong in (jnp.nan, jnp.inf):
+        xs = [x, y.at[2].set(wrong), z]
+        assert np.isnan(batched(p, xs)[1]).any()
+        found = jax.value_and_grad(total)(p, xs)
+        assert_close(found, jax.value_and_grad(loop)(p, xs), 1e-5)
+
+
+def test_keys_that_no_query_meets_have_no_weight():
+    """Scores of less than all numbers, by keys that are masked."""
+    p = jnp.abs(rows(3, 3))
+    instances = []
+    for n in (3, 6):
+        keys = rows(n, 2, seed=1).at[1, 0].set(-jnp.inf)
+        instances.append((jnp.abs(rows(n, 2)), keys, rows(n, 3, seed=2)))
+
+    def score(p, instance):
+        q, k, v = instance[0] @ jnp.eye(2), instance[1] + p[0, 0], instance[2] @ p
+        return jnp.square(jnp.tanh(jax.nn.softmax(q @ k.T) @ v @ p)).sum()
+
+    slope = jax.grad(lambda p: jnp.sum(jedbatch.batch(score)(p, instances)))(p)
+    expected = jax.grad(lambda p: sum(score(p, x) for x in instances))(p)
+    assert np.isfinite(expected).all()
+    assert_close(slope, expected, 1e-5)

@@ -388,9 +388,6 @@ xla_calls(PyObject *module, PyObject *nothing)
         {"write_instances", write_instances}, {"moving_calls", moving_calls},
         {"row_products", row_products},       {"row_sums", row_sums},
         {"times_matrix", times_matrix},
-#ifdef HAS_ATTENTION
-        {"attention", attention},             {"attention_back", attention_back},
-#endif
     };
     PyObject *calls = PyDict_New();
     for (size_t i = 0; calls != NULL && i < sizeof known / sizeof *known; i++) {

@@ -138,17 +138,4 @@ void *row_products(CallFrame *frame);
 void *row_sums(CallFrame *frame);
 void *times_matrix(CallFrame *frame);
 
-/* Whether there is attention, which takes vectors of GNU C; without wide ones XLA is faster. */
-#if defined(__GNUC__) && defined(__aarch64__)
-#define HAS_ATTENTION
-#elif defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12 && defined(__x86_64__) && \
-    defined(__GLIBC__)
-#define HAS_ATTENTION
-#endif
-
-#ifdef HAS_ATTENTION /* see `attention.c` */
-void *attention(CallFrame *frame);
-void *attention_back(CallFrame *frame);
-#endif
-
 #endif
