@@ -323,55 +323,6 @@ unfilled(CallFrame *frame)
     return NULL;
 }
 
-/* Whether some of the numbers is not 0; they are of a known kind. */
-static int
-has_others(const char *numbers, int dtype, size_t bytes)
-{
-    switch (dtype) {
-    case 10: case 16: /* float16, bfloat16 */
-        for (size_t i = 0; i < bytes / 2; i++)
-            if (((const uint16_t *)numbers)[i] & UINT16_C(0x7fff))
-                return 1;
-        return 0;
-    case FLOAT32: case 15: /* complex64 */
-        for (size_t i = 0; i < bytes / 4; i++)
-            if (((const uint32_t *)numbers)[i] & UINT32_C(0x7fffffff))
-                return 1;
-        return 0;
-    default: /* float64, complex128 */
-        for (size_t i = 0; i < bytes / 8; i++)
-            if (((const uint64_t *)numbers)[i] & UINT64_C(0x7fffffffffffffff))
-                return 1;
-        return 0;
-    }
-}
-
-/* Finds the calls that have numbers other than 0: of (call of each row, how many rows exist, rows of
- * numbers...), one result for each of the latter. */
-static void *
-moving_calls(CallFrame *frame)
-{
-    if (asks_for_metadata(frame))
-        return NULL;
-    Buffer **given = frame->arguments.buffers, **results = frame->results.buffers;
-    const int32_t *call = given[0]->data;
-    int64_t num_rows = clamped(*(int32_t *)given[1]->data, given[0]->dims[0] + 1);
-    for (int64_t i = 0; i < frame->results.size; i++) {
-        const Buffer *numbers = given[2 + i];
-        char *moves = results[i]->data;
-        int64_t num_calls = results[i]->dims[0];
-        size_t size = row_size(numbers);
-        memset(moves, 0, (size_t)num_calls);
-        for (int64_t row = 0; row < num_rows; row++) {
-            int64_t of = clamped(call[row], num_calls);
-            if (!moves[of])
-                moves[of] = (char)has_others((const char *)numbers->data + size * (size_t)row,
-                                             numbers->dtype, size);
-        }
-    }
-    return NULL;
-}
-
 /* xla_calls(): (name, function as `jax.ffi.register_ffi_target` takes it) for each of them. */
 PyObject *
 xla_calls(PyObject *module, PyObject *nothing)
@@ -385,9 +336,8 @@ xla_calls(PyObject *module, PyObject *nothing)
         {"uninitialized", uninitialized},     {"unfilled", unfilled},
         {"take_rows", take_rows},             {"put_rows", put_rows},
         {"instances", instances},             {"read_instances", read_instances},
-        {"write_instances", write_instances}, {"moving_calls", moving_calls},
-        {"row_products", row_products},       {"row_sums", row_sums},
-        {"times_matrix", times_matrix},
+        {"write_instances", write_instances}, {"row_products", row_products},
+        {"row_sums", row_sums},               {"times_matrix", times_matrix},
     };
     PyObject *calls = PyDict_New();
     for (size_t i = 0; calls != NULL && i < sizeof known / sizeof *known; i++) {
