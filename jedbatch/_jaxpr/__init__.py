@@ -37,44 +37,43 @@ Read in this order:
 22. `padding.row_rules`: Running a row-wise equation for one row.
 23. `padding.padded_loops`: Loops and branches on padded arrays, of as many steps as each instance
    needs.
-24. `padding.softmax`: Softmax along ragged axes: one selection instead of one for every operation.
-25. `padding.singular`: Operations whose derivatives may be infinite in the padding of an instance,
+24. `padding.singular`: Operations whose derivatives may be infinite in the padding of an instance,
    and only there.
-26. `padding.padded_rules`: Running equations for one instance whose arrays are padded.
-27. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
+25. `padding.padded_rules`: Running equations for one instance whose arrays are padded.
+26. `list_reductions`: Reductions over the elements of a list that exist, where there is room for
    more.
-28. `list_values`: The values of a program of a list, as what they are for lists of any length (see
+27. `list_values`: The values of a program of a list, as what they are for lists of any length (see
    `rolling`).
-29. `list_arrays`: Operations on arrays that are made of all elements of a list.
-30. `list_expressions`: Expressions of programs of lists of any length.
-31. `rolling`: Programs of a list of values as programs of lists of any length.
-32. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
+28. `list_arrays`: Operations on arrays that are made of all elements of a list.
+29. `list_expressions`: Expressions of programs of lists of any length.
+30. `rolling`: Programs of a list of values as programs of lists of any length.
+31. `single_instances`: Operations of Equinox that know of `vmap`, as what they do for a single
    instance.
-33. `trip_counts`: Trip counts of loops, as far as their programs say.
-34. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
+32. `trip_counts`: Trip counts of loops, as far as their programs say.
+33. `lane_steps`: Counts of what lanes do where values decide: the steps that run, and the lanes in
    them.
-35. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
+34. `lane_loops`: A `while_loop` that is mapped over lanes, as functions of constants and carries of
    some lanes.
-36. `registers`: Basic blocks, and the registers of values that live between them.
-37. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
+35. `registers`: Basic blocks, and the registers of values that live between them.
+36. `basic_blocks`: A program cut at its control flow into basic blocks, for lanes at different
    places in it.
-38. `program_counters`: A machine for lanes that are at different places of a program.
-39. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
+37. `program_counters`: A machine for lanes that are at different places of a program.
+38. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-40. `branch_residuals`: Residuals of branches, without those that are there anyway.
-41. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
+39. `branch_residuals`: Residuals of branches, without those that are there anyway.
+40. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
-42. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
+41. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
    call per operation.
-43. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
+42. `packed_loops`: Loops with little work on a CPU: some lanes at a time, exchanged inside of one
    kernel.
-44. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
+43. `divergent`: Loops and branches that values decide on, for many lanes at a time, without lock
    step.
-45. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
-46. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
-47. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
+44. `transfers`: Transfers between host and device, where `jax.transfer_guard("disallow")` is set.
+45. `native_calls`: Functions of the compiled core that XLA:CPU calls in programs.
+46. `uninitialized`: Arrays that are written before they are read, which nobody needs to fill with
    zeros first.
-48. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
+47. `unknown_numbers`: Numbers that XLA does not know, so that operations which differ in them alone
    are compiled once.
-49. `faults`: Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
+48. `faults`: Cells that make NaNs, found where `jax_debug_nans` or `jax_debug_infs` is set.
 """

@@ -26,7 +26,6 @@ from jedbatch._jaxpr.interpret import Rule, has_gradient, run_equations
 from jedbatch._jaxpr.padding.axis_rules import MAKE_MORE, TILE_ROWS, Axes
 from jedbatch._jaxpr.padding.padded_rules import Padded
 from jedbatch._jaxpr.padding.singular import positioned
-from jedbatch._jaxpr.padding.softmax import NO_MASKS, find_softmax_masks
 from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom
@@ -138,7 +137,6 @@ class InstancePhase:
         self._functions: dict[RowCapacity, DifferentiableFunction] = {}
         self._tiles = find_tiles(phase)
         self._makes_more = any(eqn.primitive.name in MAKE_MORE for eqn in phase.equations)
-        self._masks = find_softmax_masks(phase.equations, phase.writes)
         self._positioned = positioned(phase.equations)
         inexact = [
             [i for i, v in enumerate(variables) if has_gradient(v.aval.dtype)]
@@ -321,7 +319,6 @@ class InstancePhase:
             group.offset,
             gates is not None,
             LANES,
-            NO_MASKS if guarded else self._masks,
             self._positioned,
         )
         rule: Rule = padded.run
@@ -333,7 +330,7 @@ class InstancePhase:
         env = dict(zip(phase.shared, shared, strict=True))
         for v, x in zip(phase.reads, blocks, strict=True):
             axis = ragged_axis(v)
-            env[v] = padded.with_padding(v, x if axis is None else jnp.moveaxis(x, 0, axis))
+            env[v] = x if axis is None else jnp.moveaxis(x, 0, axis)
         run_equations(phase.equations, env, rule)
         results = []
         for v in phase.writes:

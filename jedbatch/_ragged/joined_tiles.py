@@ -19,14 +19,12 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Var
 
 from jedbatch._jaxpr.interpret import run_equations, used_variables, value_of
 from jedbatch._jaxpr.padding.axis_rules import MAKE_MORE, CannotMergeError, mixed_axes
 from jedbatch._jaxpr.padding.flat_programs import flattened
 from jedbatch._jaxpr.padding.padded_rules import Padded
 from jedbatch._jaxpr.padding.singular import positioned
-from jedbatch._jaxpr.padding.softmax import NO_MASKS, SoftmaxMasks, find_softmax_masks
 from jedbatch._jaxpr.symbolic_dims import ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import ClosedProgram
 from jedbatch._ragged.needed_rows import nonempty_extents
@@ -66,7 +64,6 @@ class JoinedProgram:
       results: the same for each result.
       nonempty: extents that must not be 0, each with the operation that says so.
       makes_more: whether it computes values in padding which may be too large, or zero.
-      masks: see `_jaxpr.padding.softmax`.
       positioned: see `_jaxpr.padding.singular`.
     """
 
@@ -76,7 +73,6 @@ class JoinedProgram:
     results: tuple[RowAxis | None, ...]
     nonempty: tuple[tuple[AxisSize, str], ...]
     makes_more: bool
-    masks: SoftmaxMasks
     positioned: frozenset[int]
 
     def run(
@@ -107,7 +103,6 @@ class JoinedProgram:
             dict.fromkeys(lengths, tiles * size),
             lengths,
             guarded,
-            masks=NO_MASKS if guarded else self.masks,
             positioned=self.positioned,
         )
         jaxpr = self.closed.jaxpr
@@ -124,7 +119,6 @@ class JoinedProgram:
                 del joined[:tiles]
                 if repeats:  # the last tile is there again, and not all of its rows are the last
                     env[v] = _repeating(env[v], lengths[rows.symbol], rows.axis)
-            env[v] = padded.with_padding(v, env[v])
         run_equations(jaxpr.eqns, env, padded.run)
         values = [value_of(v, env) for v in jaxpr.outvars]
         pairs = list(zip(values, self.results, strict=True))
@@ -172,7 +166,6 @@ def find_joined(closed: ClosedProgram, num_shared: int) -> JoinedProgram:
         tuple(map(_rows, returned)),
         tuple(nonempty_extents(equations)),
         any(eqn.primitive.name in MAKE_MORE for eqn in equations),
-        find_softmax_masks(equations, [v for v in returned if isinstance(v, Var)]),
         positioned(equations),
     )
 

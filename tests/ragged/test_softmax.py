@@ -1,4 +1,4 @@
-"""Softmax along ragged axes: which selections are left out; padding still changes nothing."""
+"""Softmax along ragged axes: padding changes nothing."""
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,8 @@ import pytest
 from cases.helpers import check
 from jax import export
 
-from jedbatch._jaxpr.interpret import inner_programs, interpret
+from jedbatch._jaxpr.interpret import interpret
 from jedbatch._jaxpr.padding.padded_rules import Padded
-from jedbatch._jaxpr.padding.softmax import NO_MASKS, find_softmax_masks
 from jedbatch._jaxpr.symbolic_dims import make_symbol
 from jedbatch._ragged.phases import flattened
 
@@ -44,18 +43,17 @@ def in_half_precision(x):
     return jnp.einsum("nm,md->nd", weights, x.astype(jnp.bfloat16)).astype(jnp.float32)
 
 
-# Selections that are left: of the scores, and of the rows that weights are multiplied with.
-SETTLED = {
-    "attention": (lambda x: jax.nn.softmax(x @ W @ x.T) @ x, 2),
-    "written out": (lambda x: own_softmax(x @ W @ x.T) @ x, 2),
-    "causal": (causal, 2),
-    "in half precision": (in_half_precision, 2),
-    "keys first": (lambda x: jax.nn.softmax(x @ W @ x.T, axis=0).T @ x, 2),
-    "pooling": (lambda x: jax.nn.softmax(x @ W[0]) @ x, 2),
-    "weights of rows": (lambda x: jax.nn.softmax(jnp.tanh(x), axis=0), 1),
-    "sum of exponentials": (lambda x: jax.nn.logsumexp(x, axis=0), 1),
-    "of a vector": (of_a_vector, 2),
-    "over all": (lambda x: jax.nn.logsumexp(x @ W @ x.T), 2),
+SOFTMAXES = {
+    "attention": lambda x: jax.nn.softmax(x @ W @ x.T) @ x,
+    "written out": lambda x: own_softmax(x @ W @ x.T) @ x,
+    "causal": causal,
+    "in half precision": in_half_precision,
+    "keys first": lambda x: jax.nn.softmax(x @ W @ x.T, axis=0).T @ x,
+    "pooling": lambda x: jax.nn.softmax(x @ W[0]) @ x,
+    "weights of rows": lambda x: jax.nn.softmax(jnp.tanh(x), axis=0),
+    "sum of exponentials": lambda x: jax.nn.logsumexp(x, axis=0),
+    "of a vector": of_a_vector,
+    "over all": lambda x: jax.nn.logsumexp(x @ W @ x.T),
 }
 
 
@@ -69,8 +67,7 @@ def with_scores(x):
     return (jax.nn.softmax(scores) * scores).sum()
 
 
-# A logarithm, a product with what may be anything, or another reader of scores.
-UNSETTLED = {
+OTHERS = {
     "entropy": entropy,
     "with scores": with_scores,
     "of a logarithm": lambda x: (jax.nn.log_softmax(x @ W[0]) * x[:, 0]).sum(),
@@ -82,31 +79,11 @@ UNSETTLED = {
 }
 
 
-def program_of(fn):
-    """Returns (flattened program of [n, 4], its masks)."""
+def padded_run(fn):
+    """Returns a function of [n, 4] as one of padded rows."""
     closed = flattened(jax.make_jaxpr(fn)(jax.ShapeDtypeStruct((N, 4), jnp.float32)))
-    return closed, find_softmax_masks(closed.jaxpr.eqns, closed.jaxpr.outvars)
-
-
-def padded_run(closed, masks):
-    """Returns a program as a function of padded rows."""
-    rules = Padded({"n": PADDED}, {"n": jnp.int32(LAST)}, guarded=False, masks=masks)
-
-    def run(x):
-        (v,) = closed.jaxpr.invars
-        return interpret(closed.jaxpr, closed.consts, [rules.with_padding(v, x)], rules.run)[0]
-
-    return run
-
-
-def selections(fn):
-    """Returns how many selections there are, also inside of functions."""
-
-    def count(program):
-        inner = sum(count(p) for eqn in program.eqns for p in inner_programs(eqn))
-        return inner + sum(eqn.primitive.name == "select_n" for eqn in program.eqns)
-
-    return count(jax.make_jaxpr(fn)(X).jaxpr)
+    rules = Padded({"n": PADDED}, {"n": jnp.int32(LAST)}, guarded=False)
+    return lambda x: interpret(closed.jaxpr, closed.consts, [x], rules.run)[0]
 
 
 def assert_padding_changes_nothing(fn, run):
@@ -124,23 +101,9 @@ def assert_padding_changes_nothing(fn, run):
     assert not padded_slope[LAST:].any()
 
 
-@pytest.mark.parametrize(("fn", "left"), SETTLED.values(), ids=SETTLED)
-def test_one_selection_does_for_all(fn, left):
-    closed, masks = program_of(fn)
-    with_masks, without = padded_run(closed, masks), padded_run(closed, NO_MASKS)
-    assert masks.scores
-    assert masks.settled
-    assert selections(with_masks) < selections(without)
-    own = sum(eqn.primitive.name == "select_n" for eqn in closed.jaxpr.eqns)
-    assert selections(with_masks) - own == left
-    assert_padding_changes_nothing(fn, with_masks)
-
-
-@pytest.mark.parametrize("fn", UNSETTLED.values(), ids=UNSETTLED)
-def test_other_readers_keep_their_selections(fn):
-    closed, masks = program_of(fn)
-    assert masks == NO_MASKS
-    assert_padding_changes_nothing(fn, padded_run(closed, masks))
+@pytest.mark.parametrize("fn", (SOFTMAXES | OTHERS).values(), ids=SOFTMAXES | OTHERS)
+def test_padding_changes_nothing(fn):
+    assert_padding_changes_nothing(fn, padded_run(fn))
 
 
 def test_scores_that_are_all_minus_infinity():
@@ -150,9 +113,7 @@ def test_scores_that_are_all_minus_infinity():
         scores = jnp.where((jnp.arange(x.shape[0]) == 1)[:, None], -jnp.inf, x @ x.T)
         return jax.nn.softmax(scores) @ x
 
-    closed, masks = program_of(fn)
-    assert masks.scores
-    out = padded_run(closed, masks)(X)[:LAST]
+    out = padded_run(fn)(X)[:LAST]
     np.testing.assert_allclose(out, fn(X[:LAST]), 1e-5)
     assert list(np.isnan(out).all(axis=1)) == [False, True, False, False]
 

@@ -42,7 +42,6 @@ from jedbatch._jaxpr.padding.indexing import (
 from jedbatch._jaxpr.padding.padded_loops import LOOPS, Known, note_extent, runs_inside
 from jedbatch._jaxpr.padding.row_rules import bind_rows, look_up, substituted
 from jedbatch._jaxpr.padding.singular import SINGULAR, positions, without_poles
-from jedbatch._jaxpr.padding.softmax import NO_MASKS, SoftmaxMasks
 from jedbatch._jaxpr.symbolic_dims import (
     extent_at,
     is_ragged,
@@ -67,7 +66,6 @@ class Padded:
       lanes: the name of the axis of instances that run together; None if this one runs alone.
       alive: whether the instance takes the step of the loop around them; None if there is none.
       chain: ids of equations that write nothing if it does not (see `_jaxpr.padding.padded_loops`).
-      masks: where selections are not needed because of others (see `_jaxpr.padding.softmax`).
       positioned: see `_jaxpr.padding.singular`; None in loops, where all may be.
       is_list: whether padding repeats the first row, as that of lists does, in place of the last.
       known: the extents that variables hold as numbers.
@@ -84,13 +82,12 @@ class Padded:
         offset: Any = 0,
         differentiable: bool = True,
         lanes: str | None = None,
-        masks: SoftmaxMasks = NO_MASKS,
         positioned: frozenset[int] | None = frozenset(),
         is_list: bool = False,
     ):
         self.sizes, self.lengths, self.tiles, self.offset = sizes, lengths, tiles or {}, offset
         self.guarded = guarded and differentiable
-        self.differentiable, self.lanes, self.masks = differentiable, lanes, masks
+        self.differentiable, self.lanes = differentiable, lanes
         self.positioned = positioned if differentiable else frozenset()
         self.is_list = is_list
         self.alive: Any = None
@@ -128,27 +125,8 @@ class Padded:
             x = jnp.where(self.exists(shape, axis), x, jnp.asarray(value, x.dtype))
         return x
 
-    def with_padding(self, variable: Any, x: Array) -> Array:
-        """Returns a value of a variable, with what its padding must hold if that matters."""
-        axes = self.masks.scores.get(variable, ())
-        return self.masked(x, variable.aval.shape, axes, identity_of("max", x.dtype)) if axes else x
-
     def run(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:
         """Returns the results of an equation."""
-        results = self._results(eqn, values)
-        if not self.masks.scores:
-            return results
-        return [self.with_padding(v, x) for v, x in zip(eqn.outvars, results, strict=True)]
-
-    def _needing_mask(
-        self, eqn: Equation, mixed: Sequence[tuple[int, int]], operand: int
-    ) -> list[int]:
-        """Returns the axes of an operand along which it takes rows together, with padding in it."""
-        if (id(eqn), operand) in self.masks.settled:
-            return []
-        return [a for i, a in mixed if i == operand]
-
-    def _results(self, eqn: Equation, values: Sequence[jax.Array]) -> list[Array]:
         name = eqn.primitive.name
         note_extent(eqn, self)
         if name == "dim_as_value":
@@ -219,7 +197,7 @@ class Padded:
         self, eqn: Equation, values: Sequence[jax.Array], axes: Sequence[int]
     ) -> list[Array]:
         name, (x, *initial_values) = eqn.primitive.name, values
-        shape, mixed = eqn.invars[0].aval.shape, [(0, a) for a in axes]
+        shape = eqn.invars[0].aval.shape
         if name in CUMULATIVE_OPERATIONS:  # rows that exist come first, in the order as alone
             reverse = eqn.params["reverse"]
             x = self._flipped(x, shape, axes) if reverse else x
@@ -228,8 +206,7 @@ class Padded:
             forwards = eqn.replace(params=eqn.params | {"reverse": False})
             (found,) = bind_rows(forwards, [x], self.size)
             return [self._flipped(found, shape, axes) if reverse else found]
-        masked_axes = self._needing_mask(eqn, mixed, 0)
-        x = self.masked(x, shape, masked_axes, identity_of(MONOIDS[name], x.dtype))
+        x = self.masked(x, shape, axes, identity_of(MONOIDS[name], x.dtype))
         if name == "top_k":  # of instances that have fewer rows there are none
             lacking = [self.size(eqn.params["k"]) - x.shape[a] for a in axes]
             config = [
@@ -416,7 +393,7 @@ class Padded:
 
     def _dot(self, eqn, values, mixed):
         sides = [
-            self.masked(x, v.aval.shape, self._needing_mask(eqn, mixed, side), 0)
+            self.masked(x, v.aval.shape, [a for i, a in mixed if i == side], 0)
             for side, (x, v) in enumerate(zip(values, eqn.invars, strict=True))
         ]
         return bind_rows(eqn, sides, self.size)
