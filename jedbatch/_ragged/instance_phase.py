@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jedbatch._jaxpr.derivatives import with_replaced
+from jedbatch._jaxpr.derivatives import pull_back_some, spread_to
 from jedbatch._jaxpr.gates import Gates
 from jedbatch._jaxpr.interpret import Rule, has_gradient, run_equations
 from jedbatch._jaxpr.padding.axis_rules import MAKE_MORE, TILE_ROWS, Axes
@@ -202,9 +202,9 @@ class InstancePhase:
 
         `moves_of`, bool[K] for each result, says to which calls something comes back through it.
         """
-        phase = self.phase
-        moving_shared = [i for i in self._moving_shared if wanted[0][i]]
-        moving = [i for i in self._moving if wanted[1][i]]
+        phase, count = self.phase, len(shared)
+        moving = [i for i in self._moving_shared if wanted[0][i]]
+        moving += [count + i for i in self._moving if wanted[1][i]]
         returned = [i for i in self._returned if cotangents[i] is not None]
         nothing = jnp.zeros(batch.capacity.calls, bool)
         moves = functools.reduce(jnp.logical_or, [moves_of[i] for i in returned], nothing)
@@ -212,38 +212,26 @@ class InstancePhase:
 
         def body(group, sums):
             blocks = [group.read(v, x) for v, x in zip(phase.reads, operands, strict=True)]
+            flags = [group.among(moves_of[i]) for i in returned]
+            sent = [group.read(phase.writes[i], cotangents[i], zeros=True) for i in returned]
+            sent = spread_to(sent, returned, cotangents)
 
-            def forward(some_shared, some_blocks):
-                all_shared = with_replaced(shared, moving_shared, some_shared)
-                all_blocks = with_replaced(blocks, moving, some_blocks)
-                flags = [group.among(moves_of[i]) for i in returned]
-                outs = self._lanes(group, all_shared, all_blocks, gates, flags)
-                return [outs[i] for i in returned]
+            def run(given):
+                return self._lanes(group, given[:count], given[count:], gates, flags)
 
-            _, pull_back = jax.vjp(
-                forward, [shared[i] for i in moving_shared], [blocks[i] for i in moving]
-            )
-            of_shared, of_blocks = pull_back(
-                [group.read(phase.writes[i], cotangents[i], zeros=True) for i in returned]
-            )
-            return (
-                [a + where_alive(moves.any(), b) for a, b in zip(sums[0], of_shared, strict=True)],
-                [
-                    group.write(phase.reads[i], x, new, add=True)
-                    for i, x, new in zip(moving, sums[1], of_blocks, strict=True)
-                ],
-            )
+            found = pull_back_some(run, [*shared, *blocks], moving, returned, sent)
+            return [
+                x + where_alive(moves.any(), found[i])
+                if i < count
+                else group.write(phase.reads[i - count], x, found[i], add=True)
+                for i, x in zip(moving, sums, strict=True)
+            ]
 
-        zeros = (
-            [jnp.zeros_like(shared[i]) for i in moving_shared],
-            [jnp.zeros_like(operands[i]) for i in moving],
-        )
-        of_shared, of_operands = self._each_group(batch, zeros, body, moves)
-        nones = [None] * len(shared), [None] * len(operands)
-        return (
-            with_replaced(nones[0], moving_shared, of_shared),
-            with_replaced(nones[1], moving, of_operands),
-        )
+        args = [*shared, *operands]
+        zeros = [jnp.zeros_like(args[i]) for i in moving]
+        sums = self._each_group(batch, zeros, body, moves)
+        found = spread_to(sums, moving, args)
+        return found[:count], found[count:]
 
     def _each_group(
         self, batch: PackedBatch, state: Any, body: Callable, moves: jax.Array | None = None

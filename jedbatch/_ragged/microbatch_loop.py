@@ -8,11 +8,10 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jedbatch._jaxpr.derivatives import with_replaced
+from jedbatch._jaxpr.derivatives import pull_back_some, spread_to
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
@@ -101,43 +100,27 @@ class MicrobatchLoop:
         wanted: Any,
     ) -> Any:
         shared, operands, table = arguments
-        most = self._batch.capacity.microbatches
+        most, count = self._batch.capacity.microbatches, len(shared)
+        args, asked = [*shared, *operands], [*wanted[0], *wanted[1]]
+        moving = [k for k, x in enumerate(args) if asked[k] and has_gradient(x.dtype)]
         returned = [k for k, x in enumerate(cotangents) if x is not None]
-        sent = [x for x in cotangents if x is not None]
-        moving_shared, moving = (
-            [k for k, x in enumerate(values) if has_gradient(x.dtype) and of_values[k]]
-            for values, of_values in ((shared, wanted[0]), (operands, wanted[1]))
-        )
 
         def body(i, sums):
             own, own_table = self._cut(i, operands, table)
+            sizes = [0 if x is None else len(x) // most for x in cotangents]
+            pairs = zip(cotangents, sizes, strict=True)
+            sent = [None if x is None else slice_rows(x, i * n, n) for x, n in pairs]
 
-            def forward(some_shared, some_operands):
-                all_shared = with_replaced(shared, moving_shared, some_shared)
-                all_own = with_replaced(own, moving, some_operands)
-                found = self._run_one(all_shared, all_own, own_table)
-                return [found[k] for k in returned]
+            def run(given):
+                return self._run_one(given[:count], given[count:], own_table)
 
-            _, pull_back = jax.vjp(
-                forward, [shared[k] for k in moving_shared], [own[k] for k in moving]
-            )
-            sizes = [len(x) // most for x in sent]
-            of_shared, of_own = pull_back(
-                [slice_rows(x, i * n, n) for x, n in zip(sent, sizes, strict=True)]
-            )
-            return (
-                [a + b for a, b in zip(sums[0], of_shared, strict=True)],
-                [put(x, y, i * len(y)) for x, y in zip(sums[1], of_own, strict=True)],
-            )
+            found = pull_back_some(run, [*shared, *own], moving, returned, sent)
+            return [
+                x + found[k] if k < count else put(x, found[k], i * len(found[k]))
+                for k, x in zip(moving, sums, strict=True)
+            ]
 
-        zeros = (
-            [jnp.zeros_like(shared[k]) for k in moving_shared],
-            [jnp.zeros_like(operands[k]) for k in moving],
-        )
-        of_shared, of_operands = lax.fori_loop(0, self._trips(table), body, zeros)
-        nones: tuple[list[Any], list[Any]] = [None] * len(shared), [None] * len(operands)
-        return (
-            with_replaced(nones[0], moving_shared, of_shared),
-            with_replaced(nones[1], moving, of_operands),
-            None,
-        )
+        zeros = [jnp.zeros_like(args[k]) for k in moving]
+        sums = lax.fori_loop(0, self._trips(table), body, zeros)
+        found = spread_to(sums, moving, args)
+        return found[:count], found[count:], None
