@@ -7,7 +7,7 @@ Read in this order:
 3. `tiling`: Cutting the rows of long instances into tiles.
 4. `groups`: Groups: which calls run side by side where a program over packed rows has no loops.
 5. `microbatches`: Microbatches: the calls of a minibatch in parts that run one after another.
-6. `instance_rows`: Instances that run together: which they are, and their rows, read and written.
+6. `instance_rows`: Rows of instances that run together, read from packed ones and written.
 7. `moving_calls`: Calls to which something comes back: those with a cotangent other than 0.
 8. `packing`: Packed rows: the capacity for them, and where those of a minibatch are.
 9. `row_phase`: Phases over rows: equations that do the same to every row, of all instances.

@@ -30,12 +30,8 @@ from jedbatch._jaxpr.symbolic_dims import extent_at
 from jedbatch._jaxpr.symmetric import DifferentiableFunction, refuse_rules
 from jedbatch._jaxpr.versions import Atom
 from jedbatch._jaxpr.zeros import where_alive
-from jedbatch._ragged.instance_rows import (
-    InstanceRows,
-    find_members,
-    read_instances,
-    write_instances,
-)
+from jedbatch._program.arenas import take
+from jedbatch._ragged.instance_rows import InstanceRows, read_instances, write_instances
 from jedbatch._ragged.packing import PackedBatch, RowCapacity, ragged_axis
 from jedbatch._ragged.phases import Phase
 from jedbatch._ragged.tiling import find_tiles
@@ -83,10 +79,16 @@ class InstanceGroup:
 
         `moves`, bool[K], says to which something comes back, if only these are to be run.
         """
-        members = batch.members(size, capacity, moves is None)
-        calls, alive, columns = find_members(members, batch.table, first, moves)
-        lengths = dict(zip(batch.symbols, columns, strict=False))
-        starts = columns[len(lengths) :]
+        calls = batch.get("order", start=first, size=size)
+        alive = calls < batch.capacity.calls
+        if moves is not None:
+            alive &= moves[jnp.where(alive, calls, 0)]
+            stand_in = jnp.argmax(moves).astype(jnp.int32)
+        else:
+            stand_in = jnp.int32(0) if batch.capacity.slots else calls[0]
+        calls = jnp.where(alive, calls, stand_in)  # which may be longer
+        lengths = {s: jnp.minimum(take(x, calls), capacity) for s, x in batch.lengths().items()}
+        starts = [take(batch.get("starts", e), calls) for e in range(len(batch.extents))]
         return InstanceGroup(batch, capacity, calls, alive, lengths, starts, tiles, offset)
 
     def rows(self, variable: Atom) -> tuple[InstanceRows, int]:

@@ -26,7 +26,6 @@ from jedbatch._layout.bucketing import Buckets, in_blocks
 from jedbatch._program.arenas import row, take
 from jedbatch._program.tables import TableLayout
 from jedbatch._ragged.groups import Groups
-from jedbatch._ragged.instance_rows import Members
 from jedbatch._ragged.moving_calls import moving_calls
 from jedbatch._support.types import AxisSize
 
@@ -232,23 +231,6 @@ class PackedBatch:
             s: row(self.form, self.table, ("lengths",), i, start=0, size=self.capacity.calls)
             for i, s in enumerate(self.symbols)
         }
-
-    def members(self, size: int, capacity: int, all_run: bool) -> Members:
-        """Returns which instances run together: numbers of theirs are lengths, then first rows.
-
-        Args:
-          size: how many.
-          capacity: of rows of each.
-          all_run: whether all do, not only those to which something comes back.
-        """
-        form, symbols = self.form, range(len(self.symbols))
-        columns = [form.offset(("lengths",), i) for i in symbols]
-        columns += [form.offset(("starts", e)) for e in range(len(self.extents))]
-        # What takes the place of one that does not exist may be longer.
-        limits = (capacity,) * len(symbols)
-        first = all_run and not self.capacity.slots
-        calls = self.capacity.calls
-        return Members(form.offset(("order",)), calls, size, tuple(columns), limits, first)
 
     def positions(self, e: int) -> jax.Array:
         """Returns int32[R]: the position of every row in its call; rows beyond repeat the last."""
