@@ -19,6 +19,7 @@ from jedbatch.testing import (
 __all__ = [
     "assert_close",
     "assert_no_recompile",
+    "by_themselves",
     "check",
     "compilations",
     "loop",
@@ -52,6 +53,20 @@ def mostly_slow(cases, *fast):
         case if name in fast else pytest.param(case, marks=pytest.mark.slow)
         for case, name in zip(cases, names, strict=True)
     ]
+
+
+def by_themselves(functions, *names):
+    """Parameters of a test: some functions of a table, and one that returns what all others return.
+
+    The latter is marked as slow. One program for all of them takes less time than one for each.
+    """
+    others = {name: fn for name, fn in functions.items() if name not in names}
+
+    def together(*args):
+        return {name: fn(*args) for name, fn in others.items()}
+
+    alone = [pytest.param(functions[name], id=name) for name in names]
+    return [*alone, pytest.param(together, id="others", marks=pytest.mark.slow)]
 
 
 def random_tree(rng, size, leaf):

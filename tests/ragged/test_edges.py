@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close, mostly_slow, number
+from cases.helpers import assert_close, by_themselves, mostly_slow, number
 
 import jedbatch
 from jedbatch import testing
@@ -79,14 +79,10 @@ def merged(batched, sizes=SIZES, programs=1):
     return plan
 
 
-def by_index(plan):
-    """How many phases of a plan read or write by index, and how many run over instances."""
-    (stage,) = plan.host.ragged_calls.stages
-    phases = stage.region.packed.phased.phases
-    return (
-        sum(bool(p.indexed) for p in phases),
-        sum(p.extent is None and not p.indexed for p in phases),
-    )
+def merged_each(fn, instances):
+    """Agrees with the loop; all graphs are calls of one program for each result."""
+    results = jax.tree.leaves(jax.eval_shape(split(fn), WEIGHT, instances[0]))
+    return merged(agree(split(fn), instances), programs=len(results))
 
 
 # --- one operation after the other ---
@@ -137,21 +133,23 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(GATHERS, "rows", "taken", "entries"))
-def test_rows_are_read_by_index(name):
-    merged(agree(split(GATHERS[name]), graphs(SIZES)))
+@pytest.mark.parametrize("fn", by_themselves(GATHERS, "rows", "taken", "entries"))
+def test_rows_are_read_by_index(fn):
+    merged_each(fn, graphs(SIZES))
 
 
-@pytest.mark.parametrize("name", mostly_slow(SUMS, "sum", "added", "sum of few", "there and back"))
-def test_rows_are_added_by_index(name):
-    plan = merged(agree(split(SUMS[name]), graphs(SIZES)))
-    over_index, over_instances = by_index(plan)
-    assert over_index > 0 == over_instances
+@pytest.mark.parametrize("fn", by_themselves(SUMS, "sum", "added", "sum of few", "there and back"))
+def test_rows_are_added_by_index(fn):
+    """In phases that read or write by index, and in none over instances."""
+    for stage in merged_each(fn, graphs(SIZES)).host.ragged_calls.stages:
+        phases = stage.region.packed.phased.phases
+        assert any(p.indexed for p in phases)
+        assert not any(p.extent is None and not p.indexed for p in phases)
 
 
-@pytest.mark.parametrize("name", mostly_slow(EXTREMES, "max", "min into rows"))
-def test_extremes_by_index(name):
-    merged(agree(split(EXTREMES[name]), graphs(SIZES)))
+@pytest.mark.parametrize("fn", by_themselves(EXTREMES, "max", "min into rows"))
+def test_extremes_by_index(fn):
+    merged_each(fn, graphs(SIZES))
 
 
 WRITES = {
@@ -189,9 +187,9 @@ MULTIPLIED = {
 
 
 @pytest.mark.parametrize("rows_together", mostly_slow([4096, 8], 4096))
-@pytest.mark.parametrize("name", mostly_slow(MULTIPLIED, "rows"))
-def test_what_is_multiplied_has_a_gradient_if_its_factors_need_none(name, rows_together):
-    fn, instances = split(MULTIPLIED[name]), graphs(SIZES)
+@pytest.mark.parametrize("fn", by_themselves(MULTIPLIED, "rows"))
+def test_what_is_multiplied_has_a_gradient_if_its_factors_need_none(fn, rows_together):
+    fn, instances = split(fn), graphs(SIZES)
     target = dataclasses.replace(
         jedbatch.Target.named("cpu"), name="small", microbatch_rows=rows_together
     )
@@ -222,13 +220,12 @@ OUT_OF_BOUNDS = {
 
 
 @pytest.mark.parametrize(
-    "name", mostly_slow(OUT_OF_BOUNDS, "rows", "filled", "sum", "max into rows")
+    "fn", by_themselves(OUT_OF_BOUNDS, "rows", "filled", "sum", "max into rows")
 )
-def test_indices_out_of_bounds_reach_no_other_instance(name):
+def test_indices_out_of_bounds_reach_no_other_instance(fn):
     instances = graphs(SIZES, reach=far)
     assert any((s >= len(x)).any() and (s < -len(x)).any() for x, _, s, _ in instances)
-    batched = agree(split(OUT_OF_BOUNDS[name]), instances)
-    merged(batched)
+    merged_each(fn, instances)
 
 
 def test_nan_stays_in_its_instance():
@@ -298,9 +295,9 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(PLACES, "one", "several", "all but the first"))
-def test_places_that_do_not_depend_on_the_instance(name):
-    merged(agree(split(PLACES[name]), graphs(SIZES)))
+@pytest.mark.parametrize("fn", by_themselves(PLACES, "one", "several", "all but the first"))
+def test_places_that_do_not_depend_on_the_instance(fn):
+    merged_each(fn, graphs(SIZES))
 
 
 def test_what_is_not_covered_is_grouped_by_shapes():
@@ -458,9 +455,16 @@ FEW_BYTES = dataclasses.replace(GPU, name="few bytes", straight_bytes=1 << 10)
 PARAMS = {"w": jnp.asarray(WEIGHT) / 2, "u": jnp.asarray(WEIGHT[::-1].copy()) / 3}
 
 
-@pytest.mark.parametrize("model", mostly_slow([propagate, attend], "propagate"))
 @pytest.mark.parametrize(
-    "target", [BLOCKS, None, GPU, FEW_BYTES], ids=["blocks", "straight", "gpu", "few-bytes"]
+    ("model", "target"),
+    [
+        pytest.param(propagate, BLOCKS, id="blocks"),
+        pytest.param(propagate, None, id="straight"),
+        pytest.param(propagate, GPU, id="gpu"),
+        pytest.param(propagate, FEW_BYTES, id="few-bytes"),
+        pytest.param(attend, BLOCKS, id="attention-blocks", marks=pytest.mark.slow),
+        pytest.param(attend, GPU, id="attention-gpu", marks=pytest.mark.slow),
+    ],
 )
 def test_networks_of_graphs(model, target, monkeypatch):
     """In blocks of rows, and as they run on a CPU or a GPU, without loops."""

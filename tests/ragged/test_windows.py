@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.helpers import assert_close, mostly_slow, number
+from cases.helpers import assert_close, by_themselves, number
 from jax import lax
 
 import jedbatch
@@ -68,8 +68,6 @@ def recurrence(weight, x, reverse=False):
 OF_WINDOWS = {
     "three rows": lambda w, x: jnp.concatenate([x[:-2], x[1:-1], x[2:]], 1) @ jnp.tile(w, (3, 1)),
     "differences": lambda w, x: jnp.tanh((x[2:] - x[:-2]) @ w),
-    "ngrams": ngrams,
-    "dilated": lambda w, x: jnp.tanh(x[4:] @ w + x[2:-2] - x[:-4]),
     "sums of windows": lambda w, x: pooled(x @ w, 0.0, lax.add, 3, 1, "VALID"),
     "largest of windows": lambda w, x: pooled(x @ w, -jnp.inf, lax.max, 3, 1, "SAME"),
     "least of windows": lambda w, x: pooled(x @ w, jnp.inf, lax.min, 2, 2, "VALID"),
@@ -80,6 +78,10 @@ OF_WINDOWS = {
     "every other": lambda w, x: convolved(w, x, 2, "SAME")[0],
     "every third": lambda w, x: convolved(w, x, 3, "SAME").sum(1),
     "there and back": lambda w, x: x + jnp.repeat(x[::2] @ w, 2, axis=0)[: x.shape[0]],
+}
+OF_FOUR_ROWS = {
+    "ngrams": ngrams,
+    "dilated": lambda w, x: jnp.tanh(x[4:] @ w + x[2:-2] - x[:-4]),
 }
 TO_A_SIZE = {
     "padded": lambda w, x: jnp.pad(jnp.tanh(x @ w), ((0, ROOM - x.shape[0]), (0, 0))),
@@ -95,10 +97,7 @@ QUICK = (
 )
 
 
-@pytest.mark.parametrize("name", mostly_slow(OF_WINDOWS | TO_A_SIZE, *QUICK))
-def test_all_lengths_at_once(name):
-    """Lengths never seen compile nothing; what is too short for them all runs by itself."""
-    fn = (OF_WINDOWS | TO_A_SIZE)[name]
+def check_all_lengths(fn, few):
     batched = jedbatch.batch(fn, out_axes=None)
     agrees(batched, fn, SEEN)
     before = batched.compilations
@@ -106,9 +105,20 @@ def test_all_lengths_at_once(name):
     assert batched.compilations == before
     plan = batched.plan(WEIGHT, sequences(UNSEEN))
     assert plan.host.apart is None
-    assert len(plan.host.ragged_calls.stages) == 1
-    few = range(4) if name not in ("ngrams", "dilated") else range(4, 6)
+    results = jax.tree.leaves(jax.eval_shape(fn, WEIGHT, sequences(UNSEEN)[0]))
+    assert len(plan.host.ragged_calls.stages) == len(results)  # one program for each
     agrees(batched, fn, (*few, 7))
+
+
+@pytest.mark.parametrize("fn", by_themselves(OF_WINDOWS | TO_A_SIZE, *QUICK))
+def test_all_lengths_at_once(fn):
+    """Lengths never seen compile nothing; what is too short for them all runs by itself."""
+    check_all_lengths(fn, range(4))
+
+
+@pytest.mark.parametrize("fn", by_themselves(OF_FOUR_ROWS))
+def test_all_lengths_from_four_on(fn):
+    check_all_lengths(fn, range(4, 6))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
