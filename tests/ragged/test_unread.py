@@ -181,10 +181,11 @@ FUNCTIONS = [
     loop_with_two_results,
     roots_of_weights,
 ]
+# Phases over rows, edges and instances, branches and a loop.
+EACH_KIND = [norms_of_rows, norm_of_edges, norm_of_sums, branches_of_edges, loop_that_carries_two]
 TWICE = [fn for fn in FUNCTIONS if fn is not roots_of_rounded_weights]  # JAX has no rule twice
 LOSSES = {
     "first results": lambda found: sum(jnp.sum(jnp.sin(own[0])) for own in found),
-    "one instance": lambda found: jnp.sum(found[2][0] ** 2),
     "several": lambda found: jnp.sum(found[0][0]) * jnp.sum(found[2][0]) + jnp.sum(found[3][0]),
 }
 TARGETS = {
@@ -227,17 +228,30 @@ def pulled(loss):
     return jax.grad(lambda w: jnp.vdot(jax.grad(loss)(w), DIRECTION))
 
 
-@pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("fn", mostly_slow(FUNCTIONS, "norm_of_edges", "loop_that_carries_two"))
-def test_unread_results_add_nothing_to_gradients(fn, target):
+def test_unread_results_add_nothing_to_gradients(fn):
     for read in LOSSES.values():
-        check_as_loop(fn, read, jax.value_and_grad, target)
+        check_as_loop(fn, read, jax.value_and_grad)
 
 
-@pytest.mark.parametrize("transform", [pushed, pulled, jax.hessian])
+@pytest.mark.parametrize("target", ["gpu", "microbatches"])
+@pytest.mark.parametrize("fn", mostly_slow(EACH_KIND, "norm_of_edges", "loop_that_carries_two"))
+def test_unread_results_add_nothing_in_other_programs(fn, target):
+    check_as_loop(fn, LOSSES["several"], jax.value_and_grad, target)
+
+
 @pytest.mark.parametrize("fn", mostly_slow(TWICE, "norm_of_edges"))
-def test_unread_results_add_nothing_to_second_derivatives(fn, transform):
-    check_as_loop(fn, LOSSES["several"], transform)
+def test_unread_results_add_nothing_to_second_derivatives(fn):
+    check_as_loop(fn, LOSSES["several"], pushed)
+
+
+@pytest.mark.parametrize("fn", mostly_slow(EACH_KIND, "norm_of_edges"))
+def test_unread_results_add_nothing_to_derivatives_of_gradients(fn):
+    check_as_loop(fn, LOSSES["several"], pulled)
+
+
+def test_unread_results_add_nothing_to_hessians():
+    check_as_loop(norm_of_edges, LOSSES["several"], jax.hessian)
 
 
 def loop_from_the_second_row(weight, graph):
@@ -316,7 +330,7 @@ def test_cotangents_that_are_zero_by_chance_have_derivatives(fn, target):
             assert_close(jax.jit(of_plan)(nothing), expected, 1e-4)
 
 
-@pytest.mark.parametrize("fn", mostly_slow(FUNCTIONS, "norm_of_edges"))
+@pytest.mark.parametrize("fn", mostly_slow(EACH_KIND, "norm_of_edges"))
 def test_gradients_of_many_losses_at_once(fn):
     """`jax.vmap` of gradients, of losses that read other results each."""
     instances = graphs()
