@@ -137,8 +137,9 @@ STAGED = {
 FAST = ["value_and_grad", "two rules in grad"]
 
 
-@pytest.mark.parametrize("name", mostly_slow([*TRANSFORMED, *STAGED], *FAST, "grad of jit"))
+@pytest.mark.parametrize("name", mostly_slow([*FAST, "checkpoint", *STAGED], *FAST, "grad of jit"))
 def test_transformations_of_a_scope(name):
+    """Those that stage it, and a few; all others are tried on several rounds."""
     run = (TRANSFORMED | STAGED)[name]
     assert_close(run(total), run(total_by_loop), 1e-4)
 
