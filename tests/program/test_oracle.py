@@ -23,10 +23,32 @@ FAST = {
     "lazy": [programs.unread_and_twice],
     "auto": [programs.tree_linen, programs.values_and_options],
 }
+# A scope records the same nodes; what it does with them does not depend on how they are spelled,
+# nor on what kernels compute.
+NOT = {
+    "batch": [],
+    "lazy": [
+        programs.tree_raw,
+        programs.tree_jit,
+        programs.chain_nnx,
+        programs.dag,
+        programs.no_work,
+        programs.division,
+    ],
+    "auto": [  # all that they do is in cells
+        programs.tree_cells,
+        programs.chain_nnx,
+        programs.dag,
+        programs.no_work,
+        programs.unread_and_twice,
+        programs.several_results,
+    ],
+}
 CASES = [
     pytest.param(make, way, marks=[] if make in FAST[way] else pytest.mark.slow)
     for make in programs.PROGRAMS
     for way in FAST
+    if make not in NOT[way]
 ]
 
 

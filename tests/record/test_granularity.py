@@ -226,14 +226,15 @@ NAMES[6] = "many_children_cell"
 
 
 FAST = [("lattice", "auto"), ("helpers_everywhere", "cell")]
-TREES = ("raw_tree", "linen_tree")  # whose operations are those of `nnx_tree`
+IN_ORACLE = ("raw_tree", "linen_tree")  # `tests/program/test_oracle.py` has programs like them
+PER_CELL = ("lattice", "many_children", "many_children_cell", "helpers_everywhere", "numbers")
 CASES = [
     pytest.param(
         make, mode, marks=[] if (name, mode) in FAST else pytest.mark.slow, id=f"{name}-{mode}"
     )
     for make, name in zip(MODELS, NAMES, strict=True)
     for mode in MODES
-    if mode != "cell" or name not in TREES
+    if (name in PER_CELL if mode == "cell" else name not in IN_ORACLE)
 ]
 
 
