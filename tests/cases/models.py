@@ -96,20 +96,25 @@ class Model:
         return jax.jit(fn) if self.compiled else None
 
 
-def _of_trees(module):
-    """Scores and logits of a kind of trees at once."""
+def _scores_and_logits(module):
+    """Both results of a model of trees at once."""
 
     def loss(cells):
         score, classify = module.scorer(cells), module.classifier(cells)
         return lambda params, tree: (score(params, tree), classify(params, tree))
 
+    return loss
+
+
+def _of_trees(module):
+    """A kind of trees."""
     trees = treebank(module, 6, seed=3, mean_length=4)
-    return Model(lambda: module.flax_cells(60, 5, 6), loss, trees, rtol=1e-4)
+    return Model(lambda: module.flax_cells(60, 5, 6), _scores_and_logits(module), trees, rtol=1e-4)
 
 
-def _of_tree_lstm(make, loss, rtol):
+def _of_tree_lstm(make):
     trees = synthetic_treebank(6, seed=3, num_words=20, mean_length=6)
-    return Model(lambda: make(20, 5, 6), loss, trees, rtol=rtol)
+    return Model(lambda: make(20, 5, 6), _scores_and_logits(tree), trees)
 
 
 # Instances are arrays of any length.
@@ -143,10 +148,8 @@ MODELS = {
         [*SPELLED, SENTENCES[2]],
     ),
     "translation": Model(lambda: translation.flax_cells(6, 7, 4), translation.scorer, TRANSLATIONS),
-    "tree in flax": _of_tree_lstm(tree.flax_cells, tree.scorer, 3e-5),
-    "tree": _of_tree_lstm(tree.plain_cells, tree.scorer, 3e-5),
-    "tree in flax, logits": _of_tree_lstm(tree.flax_cells, tree.classifier, 1e-5),
-    "tree, logits": _of_tree_lstm(tree.plain_cells, tree.classifier, 1e-5),
+    "tree in flax": _of_tree_lstm(tree.flax_cells),
+    "tree": _of_tree_lstm(tree.plain_cells),
     "treegru": _of_trees(treegru),
     "twotypes": _of_trees(twotypes),
     **OF_ARRAYS,
