@@ -3,7 +3,7 @@
 import functools
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from jedbatch import data
 from jedbatch.models import WORKLOADS, deepsets, transformer, tree
 
 HIDDEN = 4
+GPU_MODELS = ("treelstm", "mvrnn", "childsum", "lattice_lstm")
 SIZES = (6, 6, 9, 2, 24)  # instances of the minibatches, one after the other
 TIMES = re.compile(r"[\d.]+ ms: .*(?= \()|, [\d.]+ ms|\n +planned in Python.*")
 HASHED_TYPES = re.compile(r" at 0x\w+")
@@ -73,9 +74,9 @@ def model(name: str, **options: Any) -> str:
     return planned(workload.scorer(cells), params, cut(instances), **options)
 
 
-def models(**options: Any) -> str:
-    """The plans of all workloads."""
-    return "\n".join(f"# {name}\n\n{model(name, **options)}" for name in WORKLOADS)
+def models(names: Iterable[str] = WORKLOADS, **options: Any) -> str:
+    """The plans of workloads."""
+    return "\n".join(f"# {name}\n\n{model(name, **options)}" for name in names)
 
 
 def encoder() -> Any:
@@ -155,7 +156,7 @@ def options() -> str:
 
 PLANS = {
     "models": models,
-    "models_gpu": functools.partial(models, target="gpu"),
+    "models_gpu": functools.partial(models, GPU_MODELS, target="gpu"),
     "ragged": ragged,
     "ragged_gpu": functools.partial(ragged, target="gpu"),
     "granularity": granularities,
