@@ -169,7 +169,7 @@ FAST = (
 @pytest.mark.parametrize("fn", mostly_slow(PROGRAMS, *FAST))
 def test_many_lengths_are_few_types(fn):
     with jax.numpy_rank_promotion("allow"):
-        check(fn, W, lists(FEW))
+        check(fn, W, lists(FEW), alone=jax.jit(fn))
         plan = jedbatch.batch(fn).plan(W, lists(LENGTHS))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", PerformanceWarning)
