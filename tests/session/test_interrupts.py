@@ -36,8 +36,8 @@ TREES = [(1.0, np.ones(2, np.float32)), 2.0]
 
 
 def recorded(batched):
-    """Returns the types, operands and outputs of the graph planned for the trees."""
-    graph = batched.plan(P, TREES, gradient=False).graph
+    """Returns the types, operands and outputs of the graph of the trees."""
+    graph = batched.graph(P, TREES)
     names = [str(graph.types[t]) for t in graph.node_type.tolist()]
     return names, graph.operand.tolist(), graph.outputs.tolist()
 
