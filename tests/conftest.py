@@ -4,11 +4,11 @@ The tests of a package lie in the folder of its name, programs and helpers that 
 in `cases`, texts that must not change by accident in `golden`. Tests marked as slow are the rest of
 a table of which some cases are always run (`cases.helpers.mostly_slow`), or train a model.
 
-Most of the time of tests goes into compiling. Slow ones, and modules marked as `unoptimized`, whose
-programs take long or are like those of other tests, are compiled with little optimization of the
-machine's code, and on JAX 0.10 with XLA's older emitters of fusions, which take half as long; all
-others as users compile them (`is_optimized`). Single operations, of which the plain loop compiles
-hundreds, and draws of random numbers are compiled with little optimization in all tests.
+Most of the time of tests goes into compiling. The modules in `OPTIMIZED`, of which each is about
+what programs of a kind compute, compile as users do; all others, and slow tests, with little
+optimization of the machine's code, and on JAX 0.10 with XLA's older emitters of fusions, in
+half of the time. Single operations, of which the plain loop compiles hundreds, and draws of
+random numbers are compiled with little optimization in all tests.
 """
 
 import functools
@@ -50,9 +50,29 @@ OLDER_EMITTERS = {"xla_cpu_use_fusion_emitters": "False"}
 ARE_OPTIMIZED = pytest.StashKey[bool]()  # the programs that this process holds
 
 
+OPTIMIZED = {
+    "control_flow/test_values.py",
+    "docs/test_companions.py",
+    "docs/test_notebooks.py",
+    "docs/test_site.py",
+    "export/test_export.py",
+    "kernel/test_fusion.py",
+    "models/test_models.py",
+    "program/test_derivatives.py",
+    "program/test_dtypes.py",
+    "program/test_oracle.py",
+    "program/test_uninitialized.py",
+    "program/test_unread.py",
+    "ragged/test_ragged.py",
+    "session/test_regressions.py",
+    "test_tiny.py",
+}
+
+
 def is_optimized(item):
     """Returns whether the programs of a test are compiled as users compile them."""
-    return not (item.get_closest_marker("slow") or item.get_closest_marker("unoptimized"))
+    path = item.path.relative_to(Path(__file__).parent).as_posix()
+    return path in OPTIMIZED and not item.get_closest_marker("slow")
 
 
 DRAWS = {

@@ -15,8 +15,6 @@ from jedbatch._control_flow import depths as counting
 from jedbatch._control_flow.depths import Depths, steps_of_use
 from jedbatch._support import native
 
-pytestmark = pytest.mark.unoptimized
-
 cell = jedbatch.cell
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) / 3, jnp.float32)
 TABLE = {"rows": jnp.asarray(np.random.default_rng(1).normal(size=(40, 3)), jnp.float32)}

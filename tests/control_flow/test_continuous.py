@@ -15,8 +15,6 @@ from jedbatch._batch.one_by_one import OneByOne
 from jedbatch._control_flow.continuous import GENERATION, Joining
 from jedbatch._control_flow.workspace import Workspace
 
-pytestmark = pytest.mark.unoptimized
-
 W = jnp.linspace(0.5, 1.5, 3)
 step = jedbatch.cell(lambda w, x: jnp.tanh(w * x), name="step")
 

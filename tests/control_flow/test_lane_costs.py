@@ -20,8 +20,6 @@ from jedbatch._jaxpr.program_counters import (
 )
 
 # Programs of lanes are compiled as users do in `test_program_counters.py`.
-pytestmark = pytest.mark.unoptimized
-
 SIZE = 37
 STEP_WORK = 300.0  # little, for blocks of these programs to have several widths
 

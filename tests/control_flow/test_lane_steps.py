@@ -10,8 +10,6 @@ from jax import lax
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=(8, 8)) / 4, jnp.float32)
 

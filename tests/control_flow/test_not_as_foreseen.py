@@ -9,8 +9,6 @@ from cases.helpers import assert_close, loop
 import jedbatch
 from jedbatch._support import native
 
-pytestmark = pytest.mark.unoptimized
-
 cell = jedbatch.cell
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) / 3, jnp.float32)
 

@@ -28,8 +28,6 @@ from jedbatch._jaxpr.interpret import work
 from jedbatch._jaxpr.program_counters import LEAST_WIDTH, STEP_WORK, LaneRule, run_lanes, widths
 from jedbatch._jaxpr.registers import BasicBlock, Instruction, Slot
 
-pytestmark = pytest.mark.unoptimized
-
 
 def stacked(fn, *args):
     """Returns the results of one instance after the other."""

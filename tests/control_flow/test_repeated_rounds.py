@@ -16,8 +16,6 @@ from jedbatch._control_flow.attempt import Attempt
 from jedbatch._control_flow.recorded import Beginning, Recorded
 from jedbatch._support import native
 
-pytestmark = pytest.mark.unoptimized
-
 cell = jedbatch.cell
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)) / 3, jnp.float32)
 

@@ -10,8 +10,6 @@ from jax import lax
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 eqxi = pytest.importorskip("equinox.internal")
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(4, 4)) / 2, jnp.float32)

@@ -24,7 +24,6 @@ MODULES = [
 FAST = [name for name in MODULES if not name.startswith("jedbatch.models.")]
 
 
-@pytest.mark.unoptimized
 @pytest.mark.parametrize("name", mostly_slow(MODULES, *FAST))
 def test_examples_in_docstrings(name):
     module = importlib.import_module(name)

@@ -14,8 +14,6 @@ from jax import lax
 import jedbatch
 from jedbatch._jaxpr.program_counters import BRANCH_LANES, LaneRule
 
-pytestmark = pytest.mark.unoptimized
-
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=(4, 4)) / 2, jnp.float32)
 

@@ -22,8 +22,6 @@ from jedbatch._jaxpr.packed_loops import EXCHANGE, PLACES, packs
 from jedbatch._jaxpr.program_counters import LaneRule
 from jedbatch._jaxpr.single_kernel import MOST_ELEMENTS, MOST_PRODUCTS, with_sums
 
-pytestmark = pytest.mark.unoptimized
-
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(4, 4)) / 2, jnp.float32)
 COUNTS = {

@@ -9,8 +9,6 @@ from cases.helpers import assert_close
 import jedbatch
 from jedbatch import testing
 
-pytestmark = pytest.mark.unoptimized
-
 CELLS = {
     "softmax": (lambda w, x: jax.nn.softmax(x @ w) * x, {"reduce_max", "reduce_sum"}),
     "logsumexp": (lambda w, x: jax.nn.logsumexp(x[None] + w, axis=1), {"reduce_max", "reduce_sum"}),

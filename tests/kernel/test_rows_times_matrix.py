@@ -10,8 +10,6 @@ from jax import lax
 import jedbatch
 from jedbatch._kernel.rows_times_matrix import MATRIX_BYTES, times_matrix_p, with_calls
 
-pytestmark = pytest.mark.unoptimized
-
 # Lanes, and axes of the matrix: less than a vector, some, some left over, and more than at a time.
 SIZES = [(1, 1, 1), (2, 3, 5), (7, 16, 16), (9, 300, 49), (13, 257, 101), (64, 64, 48), (3, 600, 7)]
 MOST = 1 << 22

@@ -9,8 +9,6 @@ from cases.helpers import assert_close
 import jedbatch
 from jedbatch._kernel.sums_over_lanes import sum_of_products, sums_of_rows
 
-pytestmark = pytest.mark.unoptimized
-
 # Numbers of rows and of cotangents: of less than a vector, of a few, and with some left over.
 SIZES = [(1, 1), (3, 8), (6, 64), (13, 65), (64, 200), (128, 24)]
 

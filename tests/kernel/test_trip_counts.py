@@ -10,8 +10,6 @@ import jedbatch
 from jedbatch._jaxpr.interpret import performs
 from jedbatch._jaxpr.trip_counts import trips, with_equal_trips
 
-pytestmark = pytest.mark.unoptimized
-
 W = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)) / 4, jnp.float32)
 
 

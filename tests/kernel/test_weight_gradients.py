@@ -10,8 +10,6 @@ from jax import lax
 import jedbatch
 from jedbatch._kernel.weight_gradients import MatrixProduct
 
-pytestmark = pytest.mark.unoptimized
-
 SHAPES = [((5,), 0), ((4, 5), 1), ((5, 4), 0)]  # of a row or rows, and the axis that is summed
 
 

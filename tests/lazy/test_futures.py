@@ -11,8 +11,6 @@ from cases.scopes import PARAMS, TREES, H, encode, leaf, node, total, total_by_l
 import jedbatch
 from jedbatch.errors import SymbolicValueError
 
-pytestmark = pytest.mark.unoptimized
-
 
 def test_a_computed_future_is_an_array():
     eye = jnp.eye(3)

@@ -20,7 +20,6 @@ from jedbatch._schedule.encodings import ENCODINGS, encode
 # Programs here have many types of few nodes, so that there is something to learn.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::jedbatch.errors.ManyTypesWarning"),
-    pytest.mark.unoptimized,
 ]
 
 FIG1 = Graph.from_dag(

@@ -16,8 +16,6 @@ from jax.sharding import Mesh
 import jedbatch
 from jedbatch import Exported
 
-pytestmark = pytest.mark.unoptimized
-
 WEIGHT = jnp.asarray([0.5, -1.0, 2.0])
 XS = [np.asarray(x, np.float32) for x in ([1, 2, 3], [-1, 0.5, 2], [2, 1, -3], [0.5, 1, 1])]
 

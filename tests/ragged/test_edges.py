@@ -15,8 +15,6 @@ from cases.helpers import assert_close, by_themselves, mostly_slow, number
 import jedbatch
 from jedbatch import testing
 
-pytestmark = pytest.mark.unoptimized
-
 SIZES = [(3, 5), (1, 1), (6, 2), (2, 9), (4, 0)]  # (n, e) of each graph
 OTHER_SIZES = [(5, 0), (2, 7), (7, 3)]
 WEIGHT = np.array([[0.5, -1.0], [2.0, 0.25]], np.float32)

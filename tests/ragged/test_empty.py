@@ -9,8 +9,6 @@ from jax import lax
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)) / 2
 
 

@@ -23,8 +23,6 @@ from jedbatch._ragged.groups import (
     slots_of,
 )
 
-pytestmark = pytest.mark.unoptimized
-
 GPU = jedbatch.Target.named("gpu")
 W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 2, jnp.float32)
 

@@ -18,7 +18,6 @@ from jedbatch._jaxpr.padding.padded_rules import Padded
 from jedbatch._jaxpr.symbolic_dims import make_symbol
 from jedbatch._ragged.tile_reductions import REDUCED_IN_TILES, TileRows
 
-pytestmark = pytest.mark.unoptimized
 N = make_symbol("n", export.SymbolicScope(["n >= 3"]))
 EXIST, ROOM, COLUMNS = 5, 8, 6  # rows that exist, and all of them
 

@@ -25,8 +25,6 @@ from jedbatch._ragged import tile_types
 from jedbatch._ragged.joined_tiles import tiles_joined
 from jedbatch.errors import GroupedByShapesWarning
 
-pytestmark = pytest.mark.unoptimized
-
 
 def attention(params, x):
     scores = (x @ params["w"]) @ x.T / 2

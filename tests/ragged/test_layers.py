@@ -9,8 +9,6 @@ from cases.helpers import assert_close, check_types_by_traces
 import jedbatch
 from jedbatch._ragged.row_phase import RowFunction
 
-pytestmark = pytest.mark.unoptimized
-
 HIDDEN = 8
 SIZES = [5, 1, 3, 7]
 OTHER_SIZES = [2, 40, 3, 7, 1, 5]  # few that the loop compiles anew

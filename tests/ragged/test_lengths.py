@@ -17,8 +17,6 @@ from jedbatch import ragged, testing
 from jedbatch._ragged.length_families import LengthFamily
 from jedbatch.errors import GroupedByShapesWarning
 
-pytestmark = pytest.mark.unoptimized
-
 CHANCE = [[(3, 3), (5, 2)], [(5, 2), (3, 3), (1, 4)], [(2, 2), (2, 2), (1, 3), (0, 3)]]
 WEIGHT = np.array([[0.5, -1.0], [2.0, 0.25]], np.float32)
 

@@ -22,8 +22,6 @@ from jedbatch._ragged.microbatches import (
     places_of_calls,
 )
 
-pytestmark = pytest.mark.unoptimized
-
 CPU = jedbatch.Target.named("cpu")
 GROUPS = ((8, 64), (6, 4))
 

@@ -20,8 +20,6 @@ from jedbatch._ragged.row_phase import RowArguments, RowFunction
 from jedbatch._session.plans import pipeline
 from jedbatch._session.records.arguments import TypesOfLeaves
 
-pytestmark = pytest.mark.unoptimized
-
 W = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32) / 2
 WEIGHTS = {"w": W, "classes": W[:3] * 2}
 

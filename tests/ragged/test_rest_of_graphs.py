@@ -10,8 +10,6 @@ from cases.helpers import assert_close, loop, number
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 W = np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32)
 
 

@@ -9,8 +9,6 @@ from jax import lax
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 
 def searches(lengths, others, seed=0):
     """Instances ([n] with places that are equal and some that are no number, [m])."""

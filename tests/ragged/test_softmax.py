@@ -12,8 +12,6 @@ from jedbatch._jaxpr.padding.padded_rules import Padded
 from jedbatch._jaxpr.symbolic_dims import make_symbol
 from jedbatch._ragged.phases import flattened
 
-pytestmark = pytest.mark.unoptimized
-
 N = make_symbol("n", export.SymbolicScope())
 RNG = np.random.default_rng(0)
 X = jnp.asarray(RNG.normal(size=(6, 4)), jnp.float32)

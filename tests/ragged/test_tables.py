@@ -23,8 +23,6 @@ from jedbatch._jaxpr.symbolic_dims import extent_at, make_symbol
 from jedbatch._kernel.target import CPU
 from jedbatch._ragged.phases import find_phases, flattened
 
-pytestmark = pytest.mark.unoptimized
-
 SCOPE = export.SymbolicScope()
 N, M = make_symbol("n", SCOPE), make_symbol("m", SCOPE)
 EXIST, ROOM = {"n": 3, "m": 4}, {"n": 5, "m": 6}

@@ -27,8 +27,6 @@ from jedbatch._ragged.tile_templates import TemplateForm, TiledArrays
 from jedbatch._ragged.tiled_arrays import added_arrays
 from jedbatch.errors import GroupedByShapesWarning
 
-pytestmark = pytest.mark.unoptimized
-
 
 def gradient(fn, instances):
     """Of the sum of all results, in the parameters."""

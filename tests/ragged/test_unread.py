@@ -15,8 +15,6 @@ from cases.helpers import assert_close, mostly_slow
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 CPU = jedbatch.Target.named("cpu")
 WEIGHT = np.array([[0.5, -1.0], [2.0, 0.25]], np.float32)
 DIRECTION = np.array([[1.0, 0.5], [-0.5, 2.0]], np.float32)

@@ -11,8 +11,6 @@ from jax import lax
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 WEIGHT = np.array([[0.5, -1.0], [2.0, 0.25]], np.float32)
 ROOM = 12  # rows that arrays are padded to
 SEEN, UNSEEN = (9, 5, 7, 6), (8, 10, 4, 5)

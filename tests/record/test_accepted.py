@@ -8,8 +8,6 @@ from cases.helpers import check, mostly_slow
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 
 def host_sine(p, x):
     kind = jax.ShapeDtypeStruct(x.shape, x.dtype)

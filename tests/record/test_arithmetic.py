@@ -13,8 +13,6 @@ from jedbatch._jaxpr.numbers import number_in
 from jedbatch._jaxpr.same_programs import is_same_with
 from jedbatch._record.identity.primitives import Keys
 
-pytestmark = pytest.mark.unoptimized
-
 # In the first minibatch nothing tells 32 bits from 64: all numbers are far from where they do.
 MINIBATCHES = ([0.25, 0.27, 0.31, 0.42, 0.45], [0.3, 0.25, 0.1, 0.2, 0.6, 0.7])
 

@@ -20,8 +20,6 @@ from jedbatch._record.identity.primitives import Keys
 from jedbatch._support import native
 from jedbatch.testing import check_plan
 
-pytestmark = pytest.mark.unoptimized
-
 W = jnp.array([[0.3, -0.7], [0.5, 0.2]])
 
 

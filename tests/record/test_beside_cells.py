@@ -8,8 +8,6 @@ from cases.helpers import check, random_tree
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 W = {
     "w": jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)), jnp.float32),
     "q": jnp.asarray(np.random.default_rng(1).normal(size=4), jnp.float32),

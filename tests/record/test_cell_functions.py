@@ -27,8 +27,6 @@ from jedbatch._record.run import recorder, trace
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._support import native
 
-pytestmark = pytest.mark.unoptimized
-
 
 @pytest.fixture(params=["compiled", "in Python"])
 def cell(request, monkeypatch):

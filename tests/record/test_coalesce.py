@@ -12,8 +12,6 @@ from jedbatch._graph.types import operation_of
 from jedbatch._record.passes.blocks import Blocks
 from jedbatch._record.passes.coalesce import Coalescing
 
-pytestmark = pytest.mark.unoptimized
-
 STEPS = (
     lambda a, b: jnp.tanh(a * 0.5 + b),
     lambda a, b: jnp.sin(a) * b - a,

@@ -10,8 +10,6 @@ import jedbatch
 from jedbatch._graph.types import operation_of
 from jedbatch.testing import check_plan
 
-pytestmark = pytest.mark.unoptimized
-
 SIZE = 8
 KEYS = jax.random.split(jax.random.key(0), 4)
 P = {

@@ -16,8 +16,6 @@ from jedbatch._record.identity import accessors as readers
 from jedbatch._record.identity import environment as _environment
 from jedbatch._record.identity.environment import Environment
 
-pytestmark = pytest.mark.unoptimized
-
 XS = [1.0, 2.0]
 X = np.ones(3, np.float32)
 TABLE = {"w": jnp.arange(3.0)}

@@ -6,8 +6,6 @@ import pytest
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 
 @jedbatch.cell
 def joined(w, x, *arrays):

@@ -19,8 +19,6 @@ import jedbatch
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import tree
 
-pytestmark = pytest.mark.unoptimized
-
 H = 4
 WORDS = 20
 MODES = ("cell", "auto")

@@ -16,8 +16,6 @@ from jax import lax
 import jedbatch
 from jedbatch._record.instances.key import instance_key
 
-pytestmark = pytest.mark.unoptimized
-
 P = {
     "a": jnp.arange(1.0, 4.0),
     "b": jnp.arange(4.0, 7.0),

@@ -10,8 +10,6 @@ from cases.helpers import random_tree
 import jedbatch
 from jedbatch.testing import assert_close, compilations
 
-pytestmark = pytest.mark.unoptimized
-
 RNG = np.random.default_rng(0)
 P = {
     "leaves": jnp.asarray(RNG.normal(size=(5, 4)), jnp.float32),

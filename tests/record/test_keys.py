@@ -24,8 +24,6 @@ from jedbatch._record.identity.primitives import Keys
 from jedbatch._record.instances.arrays import replace_arrays
 from jedbatch._record.instances.key import instance_key
 
-pytestmark = pytest.mark.unoptimized
-
 P = jnp.arange(1.0, 3.0)
 X = np.ones(2, np.float32)
 

@@ -17,8 +17,6 @@ from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._jaxpr.rolling import Roller
 from jedbatch.errors import PerformanceWarning
 
-pytestmark = pytest.mark.unoptimized
-
 SIZE = 4
 W = {
     "w": jnp.asarray(np.random.default_rng(0).normal(size=(SIZE, SIZE)), jnp.float32),

@@ -16,8 +16,6 @@ import jedbatch
 from jedbatch._jaxpr.numbers import numbers_of, with_numbers
 from jedbatch._record.types.registry import Registry
 
-pytestmark = pytest.mark.unoptimized
-
 W = jnp.array([0.3, -0.7])
 
 

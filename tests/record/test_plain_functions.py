@@ -16,8 +16,6 @@ from flax import linen
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 H = 4
 PARAMS = programs.weights(0, E=(20, H), W=(2 * H, H), b=(H,))
 

@@ -13,8 +13,6 @@ from flax import nnx
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 D = 4
 WORDS = 20
 LENGTHS = (3, 7, 2, 9, 12, 5), (4, 6, 8, 10, 11, 5)  # of two minibatches

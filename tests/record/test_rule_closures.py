@@ -13,8 +13,6 @@ import jedbatch
 from jedbatch._record.types.custom_rules import CustomFunctions
 from jedbatch.errors import EscapedValueError, RecompilationWarning
 
-pytestmark = pytest.mark.unoptimized
-
 WEIGHT = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32)
 MIXES = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3)), jnp.float32)
 INSTANCES = [jnp.asarray(np.random.default_rng(k).normal(size=3), jnp.float32) for k in range(3)]

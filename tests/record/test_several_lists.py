@@ -8,8 +8,6 @@ from cases.helpers import assert_close, loop, mostly_slow
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 P = {
     "e": jnp.asarray(np.random.default_rng(0).normal(size=(30, 4)), jnp.float32),
     "w": jnp.asarray(np.random.default_rng(1).normal(size=(4, 4)) / 2, jnp.float32),

@@ -9,8 +9,6 @@ from cases.helpers import assert_close, check
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 PARAMS = {name: jnp.array([k + 0.5, -1.0]) for k, name in enumerate("xyz")} | {"w": jnp.eye(2)}
 
 multiply = jedbatch.cell(lambda a, b, *none: a * jnp.tanh(b), name="multiply")

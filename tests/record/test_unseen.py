@@ -8,8 +8,6 @@ from cases.helpers import check
 import jedbatch
 from jedbatch.errors import SymbolicValueError
 
-pytestmark = pytest.mark.unoptimized
-
 CONTEXTS = []  # of parameters by the names of layers; the innermost last
 
 

@@ -16,8 +16,6 @@ import jedbatch
 from jedbatch.errors import UnfinishedLoopError
 from jedbatch.serve import DeadlineExceeded, Overloaded, Server, ServerClosed
 
-pytestmark = pytest.mark.unoptimized
-
 
 @functools.cache
 def by_loop(tree, scale=1.0):

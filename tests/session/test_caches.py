@@ -15,8 +15,6 @@ from jedbatch._session import session as _session
 from jedbatch._session.programs import program_cache
 from jedbatch._support.caches import Memory
 
-pytestmark = pytest.mark.unoptimized
-
 P = jnp.ones((5, 3))
 ROW = jedbatch.cell(lambda p, i: p[i], name="row")
 ADD = jedbatch.cell(lambda p, x, y: jnp.tanh(x + y), name="add")

@@ -10,8 +10,6 @@ from cases.helpers import assert_close, random_tree
 import jedbatch
 from jedbatch.policies import FSM
 
-pytestmark = pytest.mark.unoptimized
-
 H, WORDS = 4, 9
 LEAF = jedbatch.cell(lambda p, i: p["e"][i], name="leaf")
 ADD = jedbatch.cell(lambda p, x, y: jnp.tanh(jnp.concatenate([x, y]) @ p["w"]), name="add")

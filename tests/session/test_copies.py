@@ -19,8 +19,6 @@ from jedbatch._session.plans.verify import verify
 from jedbatch._support.caches import Budget
 from jedbatch.models.workloads import WORKLOADS
 
-pytestmark = pytest.mark.unoptimized
-
 POLICIES = {**FALLBACKS, "depth": depth, "none": None}
 
 

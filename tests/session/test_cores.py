@@ -22,7 +22,6 @@ def run(*command, flags=""):
     return done.stdout.strip()
 
 
-@pytest.mark.unoptimized
 def test_two_cores():
     """See `two_cores.py`."""
     run(str(HERE / "two_cores.py"))

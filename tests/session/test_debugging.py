@@ -10,8 +10,6 @@ from cases.helpers import assert_close
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 cell = jedbatch.cell
 W = jnp.asarray(np.random.default_rng(0).uniform(0.1, 0.3, (3, 3)), jnp.float32)
 GOOD, BAD = [(1.0, 2.0), ((3.0, 1.0), 2.0)], [(1.0, 2.0), ((3.0, -1.0), 2.0)]

@@ -17,8 +17,6 @@ from jedbatch.errors import (
     PerformanceWarning,
 )
 
-pytestmark = pytest.mark.unoptimized
-
 W = jnp.float32(1.5)
 COUNTS = [int(n) for n in np.random.default_rng(0).permutation(np.arange(2, 66))]
 

@@ -14,8 +14,6 @@ import jedbatch
 from jedbatch import Graph
 from jedbatch.errors import EscapedValueError, NothingReadyError, SymbolicValueError
 
-pytestmark = pytest.mark.unoptimized
-
 P = jnp.ones(3)
 X = np.ones(3, np.float32)
 double = jedbatch.cell(lambda p, x: p * x)

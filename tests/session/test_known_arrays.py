@@ -13,8 +13,6 @@ from jedbatch._program import host_arrays
 from jedbatch._ragged.lengths import Lengths
 from jedbatch._session.records import recording
 
-pytestmark = pytest.mark.unoptimized
-
 RNG = np.random.default_rng(0)
 W = jnp.asarray(RNG.normal(size=(3, 3)), jnp.float32)
 

@@ -14,8 +14,6 @@ import jedbatch
 from jedbatch._session.records.arguments import StackedInstances
 from jedbatch.testing import weighted_sum
 
-pytestmark = pytest.mark.unoptimized
-
 RNG = np.random.default_rng(0)
 ROWS = 20
 PARAMS = {

@@ -12,7 +12,7 @@ from cases.helpers import assert_close, loop
 import jedbatch
 from jedbatch._jaxpr.derivatives import DifferentiableProgram
 
-pytestmark = [pytest.mark.unoptimized, pytest.mark.usefixtures("older_frozen")]
+pytestmark = pytest.mark.usefixtures("older_frozen")
 
 P = {"e": jnp.linspace(-1.0, 1.0, 24).reshape(8, 3), "w": jnp.linspace(0.3, 1.1, 9).reshape(3, 3)}
 LEAF = jedbatch.cell(lambda p, i: p["e"][i], name="leaf")

@@ -13,8 +13,6 @@ from cases.helpers import assert_no_recompile, check, loop, random_tree
 import jedbatch
 from jedbatch.errors import NoCellsWarning
 
-pytestmark = pytest.mark.unoptimized
-
 H = 4
 PARAMS = programs.weights(0, E=(20, H), W=(2 * H, H), b=(H,))
 OPERATORS = {

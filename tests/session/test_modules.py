@@ -11,8 +11,6 @@ import pytest
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass

@@ -7,8 +7,6 @@ import pytest
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 P = jnp.ones(3)
 X = np.ones(3, np.float32)
 double = jedbatch.cell(lambda p, x: p * x)

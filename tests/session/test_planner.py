@@ -24,8 +24,6 @@ from jedbatch._batch.planner import Planner, Prepared
 from jedbatch._batch.processes import Pool, in_processes, received
 from jedbatch.errors import PlannedHereWarning
 
-pytestmark = pytest.mark.unoptimized
-
 rng = np.random.default_rng(0)
 PARAMS = {
     "table": jnp.asarray(rng.normal(size=(9, 4)), jnp.float32),

@@ -30,7 +30,6 @@ def mesh_of(*shape):
     return Mesh(np.array(jax.devices()[:1]).reshape(shape), names)
 
 
-@pytest.mark.unoptimized  # programs of one shard are compiled as users do
 def test_eight_devices():
     """See `eight_devices.py`."""
     script = Path(__file__).parent / "eight_devices.py"
@@ -198,7 +197,6 @@ def test_workers_plan_no_shards():
         batched.plans(jnp.ones(3), [TREES], mesh=mesh_of(1), workers=2)
 
 
-@pytest.mark.unoptimized  # as those of shards of trees are
 def test_arrays_that_differ_in_length():
     """They run on tiles; lengths never seen compile nothing. Calls without a mesh pack them."""
 

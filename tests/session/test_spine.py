@@ -13,8 +13,6 @@ import jedbatch
 from jedbatch._batch import calling
 from jedbatch._support import native
 
-pytestmark = pytest.mark.unoptimized
-
 PACKAGE = str(Path(jedbatch.__file__).parent) + "/"
 PARAMS = {"E": jnp.ones((10, 4)), "w": jnp.eye(4) * 0.1}
 # Modules that a call enters once its programs are compiled. Lower these where there are fewer.

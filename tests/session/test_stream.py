@@ -13,8 +13,6 @@ from cases.totals import W, assert_no_planning_threads, halved, total, trees
 
 import jedbatch
 
-pytestmark = pytest.mark.unoptimized
-
 
 def by_loop(fn, instances, w=W):
     return [fn(w, x) for x in instances]

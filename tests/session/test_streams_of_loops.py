@@ -11,8 +11,6 @@ from jax import lax
 import jedbatch
 from jedbatch.errors import UnfinishedLoopError
 
-pytestmark = pytest.mark.unoptimized
-
 rng = np.random.default_rng(0)
 W = jnp.asarray(rng.normal(size=(8, 8)) / 3, jnp.float32)
 

@@ -11,8 +11,6 @@ import jedbatch
 from jedbatch.data import synthetic_treebank
 from jedbatch.models import WORKLOADS
 
-pytestmark = pytest.mark.unoptimized
-
 SIZE = 8
 P = {"w": jnp.full((3, 3), 0.3), "b": jnp.arange(3.0)}
 ADD = jedbatch.cell(lambda p, x, y: jnp.tanh((x + y) @ p["w"] + p["b"]), name="add")

@@ -19,8 +19,6 @@ from jedbatch.testing import strategies
 from jedbatch.testing.cases import UnclearError
 from jedbatch.testing.fuzz import Failure, Fuzz, FuzzReport, draw, run
 
-pytestmark = pytest.mark.unoptimized
-
 W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 4)) / 3, jnp.float32)
 node = jedbatch.cell(lambda w, a, b: jnp.tanh(w @ a + b))
 
