@@ -83,23 +83,39 @@ def run():
             say(step=number)
             if number == 1 and index == count - 1:
                 os._exit(3)
-    elif what == "fails":
-        bad = mine(index)
-        if index == count - 1:
-            bad[2] = [*bad[2][:-1], (1, 99)]
-        losses_of(bad)
-    elif what == "model":
-        other = jedbatch.batch(together.encode_with(0.5 if index == count - 1 else 1.0))
-        losses_of(mine(index), batched=other)
-    elif what == "types":
-        known = [[together.without(t) for t in x] for x in mine(index)]
-        losses_of(mine(index) if index == count - 1 else known)
-    elif what == "instances":
-        losses_of([x[: 2 if index else 3] for x in mine(index)])
-    elif what == "minibatches":
-        losses_of(mine(index, 2 + index % 2))
+    elif what == "disagree":
+        for about in (fails, model, types, instances, minibatches):
+            try:
+                about(jedbatch.batch(together.encode))
+            except Exception as error:
+                say(**{about.__name__: f"{type(error).__name__}: {error}"})
     else:
         raise AssertionError(what)
+
+
+def fails(batched):
+    bad = mine(index)
+    if index == count - 1:
+        bad[2] = [*bad[2][:-1], (1, 99)]
+    losses_of(bad, batched=batched)
+
+
+def model(_):
+    other = jedbatch.batch(together.encode_with(0.5 if index == count - 1 else 1.0))
+    losses_of(mine(index), batched=other)
+
+
+def types(batched):
+    known = [[together.without(t) for t in x] for x in mine(index)]
+    losses_of(mine(index) if index == count - 1 else known, batched=batched)
+
+
+def instances(batched):
+    losses_of([x[: 2 if index else 3] for x in mine(index)], batched=batched)
+
+
+def minibatches(batched):
+    losses_of(mine(index, 2 + index % 2), batched=batched)
 
 
 try:
