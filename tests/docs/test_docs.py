@@ -19,7 +19,8 @@ README = Path(__file__).parents[2] / "README.md"
 MODULES = [
     m.name
     for m in pkgutil.walk_packages(jedbatch.__path__, "jedbatch.")
-    if not m.name.endswith("__main__")
+    for path in [Path(m.module_finder.find_spec(m.name).origin)]
+    if path.suffix == ".py" and ">>>" in path.read_text()
 ]
 FAST = [name for name in MODULES if not name.startswith("jedbatch.models.")]
 
