@@ -32,7 +32,7 @@ from jedbatch._program.executors import median_seconds
 from jedbatch._schedule.fsm import match_labels
 from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.schedule import Schedule
-from jedbatch._session.minibatch import Flags, Minibatch
+from jedbatch._session.session import Flags, Minibatch
 from jedbatch._support.files import write_text
 from jedbatch._support.types import PyTree
 
