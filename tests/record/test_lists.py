@@ -176,6 +176,22 @@ def test_many_lengths_are_few_types(fn):
     assert len(plan.schedule) < len(apart.schedule)
 
 
+def stacked_again(w, xs):
+    weights = jnp.cumsum(jnp.stack(xs), axis=0) @ w["q"]
+    return jnp.stack([weights, jnp.sin(weights)]).max()
+
+
+def weights_of_each(w, xs):
+    weights = [jax.nn.softmax(jnp.stack([x @ w["w"] @ y for y in xs])) for x in xs]
+    return (jnp.tanh(jnp.stack(weights)) @ jnp.stack(xs)).sum(axis=0)
+
+
+@pytest.mark.parametrize("fn", [stacked_again, weights_of_each])
+def test_results_as_long_as_lists_are_stacked_like_elements(fn):
+    """Four elements of four numbers: results of one for each are of the type of an element."""
+    check(fn, W, lists([2, 4, 3, 4]))
+
+
 ALONG = {
     "cumsum": lambda x, axis: jnp.cumsum(x, axis=axis),
     "reversed cumsum": lambda x, axis: lax.cumsum(x, axis, reverse=True),

@@ -335,8 +335,12 @@ class _Merging(RecordedNodes):
         return ListRegion(group, use.nodes, call_spec, read, listed, left, stacks)
 
     def _has_rows(self, value: int) -> bool:
-        """Returns whether a value can be given as rows, one for each of few elements."""
-        is_given = value not in self.returned and self.each_of[value] == 1
+        """Returns whether a value can be given as rows, one for each of few elements.
+
+        It cannot where it is returned or stacked as a whole.
+        """
+        is_stacked = not self.stacks.keys().isdisjoint(self.readers.get(value, ()))
+        is_given = value not in self.returned and not is_stacked and self.each_of[value] == 1
         first = is_given and [*self.axes_of[value].values()] == [0]
         return first and self._num_rows(value) <= LONG
 
