@@ -11,6 +11,8 @@ from jedbatch._graph.inputs import InputRows, chosen_inputs
 from jedbatch._graph.paths import pointers, ranges, renumbered
 from jedbatch._graph.types import NodeType
 
+GONE = -(1 << 30)  # in place of the number of a result that is no more
+
 
 class Rewrite(NamedTuple):
     """New nodes in place of some of a graph's (N nodes, V results; K new nodes).
@@ -61,7 +63,7 @@ def rewrite(graph: Graph, change: Rewrite, types: tuple[NodeType, ...] | None = 
 
     # The numbers of results: those of kept nodes where they were, and of new ones behind.
     new_results = results[change.node_type]
-    number = np.full(graph.num_values + int(new_results.sum()), -1, np.int64)
+    number = np.full(graph.num_values + int(new_results.sum()), GONE, np.int64)
     of_kept = graph.num_results[kept]
     number[ranges(graph.value_ptr[kept], of_kept)] = ranges(value_ptr[place], of_kept)
     number[graph.num_values :] = ranges(value_ptr[new_place], new_results)
@@ -71,13 +73,17 @@ def rewrite(graph: Graph, change: Rewrite, types: tuple[NodeType, ...] | None = 
     read = graph.operand[ranges(graph.operand_ptr[kept], old_arity)]
     operand[ranges(operand_ptr[place], old_arity)] = renumbered(read, number)
     operand[ranges(operand_ptr[new_place], new_arity)] = renumbered(change.operand, number)
+    outputs = renumbered(graph.outputs, number)
+    assert min(operand.min(initial=0), outputs.min(initial=0)) > GONE, (
+        "a value is read that is gone"
+    )
     return replace(
         graph,
         types=types,
         node_type=node_type,
         operand_ptr=operand_ptr,
         operand=operand,
-        outputs=renumbered(graph.outputs, number),
+        outputs=outputs,
         node_ptr=before[graph.node_ptr] + np.searchsorted(anchor, graph.node_ptr),
     )
 
