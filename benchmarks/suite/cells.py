@@ -23,7 +23,6 @@ find out what to put together, once per cell.
 import math
 import re
 import time
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.interpret import inlined
 from jedbatch._kernel.kernel import Kernel
@@ -246,7 +246,7 @@ def kernel_of(cell: Cell, params: dict[str, Any], lane: Sequence[Any]) -> tuple[
         tuple(ValueType(a.shape, a.dtype) for a in avals)
         for avals in (closed.in_avals[len(names) :], closed.out_avals)
     )
-    operation = types.SimpleNamespace(jaxpr=closed)
+    operation = Operation(("cell",), closed)
     node_type = NodeType("cell", operation, operands, tuple(range(len(names))), results)
     return Kernel(node_type), float(np.median(spent))
 
