@@ -240,7 +240,7 @@ class Batched(Generic[*Given, Result]):
           >>> halve_all = jedbatch.batch(halve, in_axes=0, control_flow="lanes")
           >>> counts = halve_all.lane_steps([jnp.float32(2**(i % 10)) for i in range(64)])
           >>> counts.steps, counts.lanes, counts.needed
-          (9, 480, 276)
+          (9, 576, 276)
         """
         return lane_steps(self._core, args, batch_size)
 

@@ -169,9 +169,12 @@ def pays(
     program: Any, args: Sequence[Array], in_batched: Sequence[bool], size: int, rule: LaneRule
 ) -> bool:
     """Returns whether a program is expected to run faster than in lock step; as in `run_lanes`."""
-    found: list[BlockProgram] = []
-    jax.eval_shape(lambda *args: found.append(_cut_for(program, args, in_batched)), *args)
-    works = [block.work for block in found[0].blocks[1:-1]]
+    works: list[float] = []
+
+    def cut_up(*args: Array) -> None:
+        works.extend(block.work for block in _cut_for(program, args, in_batched).blocks[1:-1])
+
+    jax.eval_shape(cut_up, *args)
     return bool(works) and size * max(works) >= rule.nest_work * rule.step_work
 
 

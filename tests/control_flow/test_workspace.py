@@ -1,12 +1,10 @@
 """Workspaces of rounds: arrays that grow, and programs with room for more."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import programs
 
 import jedbatch
-from jedbatch._control_flow import workspace
 from jedbatch._control_flow.growing_array import GrowingArray
 from jedbatch._control_flow.growth import NO_CAPACITY, grown_program
 from jedbatch._kernel.target import CPU
@@ -80,37 +78,3 @@ def test_every_arena_has_a_row_to_read():
 @jedbatch.cell
 def quarter_of_both(x, n):
     return (x + n) / 4
-
-
-def test_arrays_of_numpy_are_put_together_at_once(monkeypatch):
-    """Arrays of JAX and those that are not of the dtype that JAX computes in, one by one."""
-
-    def fn(x, n):
-        x = quarter_of_both(x, n)
-        while jnp.abs(x).max() > 1:
-            x = quarter_of_both(x, n)
-        return x
-
-    taken = []
-    one_by_one = workspace.rows_of_inputs
-
-    def note(chunk, *given):
-        taken.append(chunk.leaf)
-        return one_by_one(chunk, *given)
-
-    monkeypatch.setattr(workspace, "rows_of_inputs", note)
-    batched = jedbatch.batch(fn, in_axes=(0, 0))
-    for make, dtype, count in (
-        (np.array, "int32", 0),
-        (jnp.array, "int32", 5),
-        (np.array, "int64", 5),
-    ):
-        xs = [make([9, -i], np.float32) for i in range(5)]
-        ns = [np.array([i % 2, 0], dtype) for i in range(5)]
-        expected = [
-            fn(jnp.asarray(x), jnp.asarray(n, jnp.int32)) for x, n in zip(xs, ns, strict=True)
-        ]
-        for _ in range(4):  # by then paths are known, and rounds along them
-            taken.clear()
-            np.testing.assert_allclose(batched(xs, ns), expected, rtol=1e-6)
-        assert sum(leaf is not None for leaf in taken) == count
