@@ -159,13 +159,14 @@ class Cut:
 
     def _stopped(self) -> set[int]:
         """Returns the values to which nothing comes back from results of the graph."""
-        if not any(map(self.regions.stops, set(self.types))):
+        if not any(map(self.regions.stopped, set(self.types))):
             return set()
         moving, begin = set(self.outputs), self.graph.value_ptr.tolist()
         for node in reversed(range(len(self.types))):
             values = range(begin[node], begin[node + 1])
-            if not (moving.isdisjoint(values) or self.regions.stops(self.types[node])):
-                moving.update(self.reads[node])
+            if not moving.isdisjoint(values):
+                stopped = self.regions.stopped(self.types[node])
+                moving.update(r for k, r in enumerate(self.reads[node]) if k not in stopped)
         return set(range(len(self.maker))) - moving
 
     def _ragged_nodes(self) -> list[int]:

@@ -25,11 +25,12 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Var
 
 from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType, operation_of
-from jedbatch._jaxpr.interpret import any_performs, has_gradient, work
+from jedbatch._jaxpr.interpret import any_performs, is_inexact, reads, work
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.padding.flat_programs import INSIDE
 from jedbatch._jaxpr.padding.padded_loops import find_limit, may_not_end
@@ -210,6 +211,7 @@ class Regions:
         self._ids: dict[Hashable, Region] = {}
         self._ragged: dict[int, bool] = {}
         self._joins: dict[int, bool] = {}
+        self._stopped: dict[int, frozenset[int]] = {}
         self.limit = functools.cache(lambda type_id: find_limit(registry.node_types[type_id]))
         self._renamed: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._canonical: dict[Hashable, int] = {}
@@ -226,12 +228,20 @@ class Regions:
             ) or bool(symbols_in(operation.jaxpr))
         return self._ragged[type_id]
 
-    def stops(self, type_id: int) -> bool:
-        """Returns whether nothing comes back through nodes of a type."""
-        node_type = self.registry.node_types[type_id]
-        equations = without_consts(operation_of(node_type).jaxpr).eqns
-        stops = [eqn.primitive.name for eqn in equations] == ["stop_gradient"]
-        return stops or not any(has_gradient(t.dtype) for t in node_type.results)
+    def stopped(self, type_id: int) -> frozenset[int]:
+        """The operands of a type, among those that have a gradient, to which nothing comes back."""
+        if type_id not in self._stopped:
+            node_type = self.registry.node_types[type_id]
+            jaxpr = without_consts(operation_of(node_type).jaxpr)
+            moving = {v for v in jaxpr.outvars if isinstance(v, Var) and is_inexact(v)}
+            for eqn in reversed(jaxpr.eqns):
+                if eqn.primitive.name != "stop_gradient" and not moving.isdisjoint(eqn.outvars):
+                    moving.update(filter(is_inexact, reads(eqn)))
+            operands = enumerate(jaxpr.invars[len(node_type.shared) :])
+            self._stopped[type_id] = frozenset(
+                k for k, v in operands if is_inexact(v) and v not in moving
+            )
+        return self._stopped[type_id]
 
     def renamed(self, type_id: int) -> tuple[int, tuple[str, ...]]:
         """Returns (a number equal for types that differ in the names of symbols only, these)."""

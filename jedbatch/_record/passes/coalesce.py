@@ -36,9 +36,10 @@ contracted. What was met is kept for each stage of contraction. A graph that fit
 before is contracted by these. Another one is looked at stage by stage, and steps may be others from
 then on.
 
-A number that was the same in all nodes of a type, at one place, is written into it. Results of a
-node are those values that were read outside of it so far. Calls of cells stay what they are, and so
-are nodes that take lists of any length (see `_record.passes.lists`).
+A number that was the same in all nodes of a type, at one place, is written into it if there were
+several when the type was first met. Results of a node are those values that were read outside of it
+so far. Calls of cells stay what they are, and so are nodes that take lists of any length (see
+`_record.passes.lists`).
 
 The granularity of cells is that of TensorFlow Fold and ED-Batch, where the user writes them down;
 the rules that find them are ours.
@@ -58,7 +59,7 @@ from jedbatch._graph.rewrite import Rewrite, rewrite, with_inputs
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.interpret import performs
 from jedbatch._jaxpr.storage import is_key
-from jedbatch._jaxpr.symbolic_dims import ragged_axes
+from jedbatch._jaxpr.symbolic_dims import ragged_axes, symbols_in
 from jedbatch._record.passes.blocks import Blocks, Merged, Reads
 from jedbatch._record.passes.patterns import Pattern, merged_call_spec
 from jedbatch._record.types.registry import CallSpec, Registry
@@ -232,11 +233,18 @@ class Coalescing:
         self._leaving: dict[Pattern, int] = {}
         self._written: dict[tuple[Pattern, int], bytes | None] = {}  # None if numbers differ
         self._takes_ragged = False
+        self._beside_cells = self._left_apart = False
 
     def merge_beside_cells(self, graph: Graph) -> Graph:
-        """Merges if some nodes are calls of cells, or of regions of arrays of any length."""
-        types = [graph.types[t] for t in graph.present_types]
-        return self.merge(graph) if any(_is_cell(t) or self._is_packed(t) for t in types) else graph
+        """Merges once some nodes are calls of cells, or of regions of arrays of any length."""
+        if not self._beside_cells:
+            types = [graph.types[t] for t in graph.present_types]
+            if not any(_is_cell(t) or self._is_packed(t) for t in types):
+                self._left_apart |= bool(types)
+                return graph
+            self._beside_cells = True
+            self._registry.assumptions.fail("types", self._left_apart)
+        return self.merge(graph)
 
     def merge(self, graph: Graph) -> Graph:
         """Returns a graph of instances with nodes merged."""
@@ -280,7 +288,9 @@ class Coalescing:
         """Returns whether nodes of a type are on arrays of any length that are left alone."""
         most = 1 if self._takes_ragged else 0
         values = *node_type.operands, *node_type.results
-        return any(len(ragged_axes(t.shape)) > most for t in values)
+        if any(len(ragged_axes(t.shape)) > most for t in values):
+            return True
+        return not self._takes_ragged and bool(symbols_in(operation_of(node_type).jaxpr))
 
     def _contracted(self, graph: Graph, *, learns: bool) -> np.ndarray | None:
         """int64[N], the block that each node becomes part of, in an order to compute them in.
@@ -411,7 +421,8 @@ class Coalescing:
         for k, read in enumerate(operand.T):
             which = np.full(len(read), -1)
             which[read < 0] = numbers.which[~read[read < 0]]
-            number = numbers.bytes_of(which[0]) if (which == which[0]).all() else None
+            is_one = len(read) > 1 and (which == which[0]).all()  # one node alone says nothing
+            number = numbers.bytes_of(which[0]) if is_one else None
             before = self._written.setdefault((pattern, k), number)
             if before is not None and before != number:
                 self._written[pattern, k] = None
