@@ -425,11 +425,18 @@ def _set_short_apart(
         raise GuardFailed
 
 
-def record_either_way(cache: RecordCache, record: Callable, instances: Instances) -> Any:
-    """Records instances as they are, or with nodes merged if that is found to pay."""
+def record_either_way(
+    cache: RecordCache, record: Callable, instances: Instances, *, tiled: bool = False
+) -> Any:
+    """Records instances as they are, or with nodes merged if that is found to pay.
+
+    Arrays of any length are `tiled`, so that operations on them may be merged like others.
+    """
     registry, start = cache.registry, time.perf_counter()
     recorded = record(instances)
     seconds = time.perf_counter() - start
+    if tiled and not has_cells(recorded.graph):
+        cache.coalescing.take_ragged()
     records = recorded.records(cache.passes(cache.coalesces))
     if cache.merging is not None and cache.merging.asks(records):
         merged = recorded.records(cache.passes(coalesces=True))
@@ -560,8 +567,7 @@ class RaggedRecording:
         if not cache.regions.tiles.is_used:
             recorded = record(instances)
             return recorded.records(cache.passes(coalesces=False)), *recorded[2:]
-        cache.coalescing.take_ragged()
-        return record_either_way(cache, record, instances)
+        return record_either_way(cache, record, instances, tiled=True)
 
     def has_asked(self, error: Exception) -> bool:
         """Returns whether an error came after JAX or Python had asked about a length."""
