@@ -421,9 +421,9 @@ class Coalescing:
         for k, read in enumerate(operand.T):
             which = np.full(len(read), -1)
             which[read < 0] = numbers.which[~read[read < 0]]
-            is_one = len(read) > 1 and (which == which[0]).all()  # one node alone says nothing
-            number = numbers.bytes_of(which[0]) if is_one else None
-            before = self._written.setdefault((pattern, k), number)
+            number = numbers.bytes_of(which[0]) if (which == which[0]).all() else None
+            first = number if len(read) > 1 else None  # one node alone says nothing
+            before = self._written.setdefault((pattern, k), first)
             if before is not None and before != number:
                 self._written[pattern, k] = None
                 self._registry.assumptions.fail("types")

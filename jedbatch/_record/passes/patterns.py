@@ -71,7 +71,7 @@ def merged_call_spec(registry: Registry, pattern: Pattern, leaving: int) -> Call
     shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
     kinds = itertools.chain.from_iterable(registry.kinds_of(t.operands) for t in types)
     operands = {-1 - r: k for r, k in zip(pattern.reads, kinds, strict=True) if _is_operand(r)}
-    return registry.call_spec(
+    call_spec = registry.call_spec(
         f"{types[0].name}..{types[-1].name}",
         ("merged", *pattern, leaving),
         pattern_call(registry, pattern, shared, leaving),
@@ -79,6 +79,8 @@ def merged_call_spec(registry: Registry, pattern: Pattern, leaving: int) -> Call
         tuple(operands[k] for k in range(len(operands))),
         user_code=False,
     )
+    registry.lines[call_spec.node_type] = registry.lines.get(pattern.types[0], "")
+    return call_spec
 
 
 def _is_operand(read: Any) -> bool:
