@@ -20,7 +20,7 @@ MOST = {
     "call of known instances": 44,
     "call": 81,
     "gradient of known instances": 63,
-    "gradient": 90,
+    "gradient": 91,
     "plan": 77,
     "apply": 25,
 }
