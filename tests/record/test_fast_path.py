@@ -287,7 +287,7 @@ def alike(calls, results):
 
 
 def counts_of_alike(call, noted):
-    """What is noted by 3 and by 9 calls, of which the later ones are recorded like the first."""
+    """The notes of 3 and of 9 calls, of which the later ones are recorded like the first."""
     counts = []
     for times in (3, 9):
         noted.clear()
