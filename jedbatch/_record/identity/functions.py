@@ -109,6 +109,8 @@ def _identity(
         return "partial", *each((value.func, *value.args, *named))
     if isinstance(value, types.MethodType):
         return "method", *each((value.__func__, value.__self__))
+    if _is_made_once(value):
+        return Same(value)
     if isinstance(value, types.FunctionType):
         keywords = (value.__kwdefaults__ or {}).items()
         defaults = "defaults", *(value.__defaults__ or ()), *keywords
@@ -130,6 +132,20 @@ def _identity(
         names = attribute_names(value)
         return kind, *names, *each(getattr(value, name) for name in names)
     return typed_or_same(value)
+
+
+def _is_made_once(value: Any) -> bool:
+    """Returns whether this is a function of an installed package that no other function makes.
+
+    Names may be those of a function that is wrapped; globals are its own.
+    """
+    if isinstance(value, types.FunctionType):
+        module = None if value.__closure__ else value.__globals__.get("__name__")
+    elif type(value) in FUNCTIONS_OF_RULES:
+        module = getattr(value, "__module__", None)
+    else:
+        return False
+    return bool(module) and "<locals>" not in value.__qualname__ and is_installed(module)
 
 
 _OF_EVERY_FUNCTION = frozenset(functools.WRAPPER_ASSIGNMENTS)

@@ -2,7 +2,6 @@
 
 import hashlib
 import marshal
-import operator
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -327,8 +326,18 @@ def constant_key(x: Any) -> Hashable:
 
 
 def _all_same(params: dict[str, Any], others: dict[str, Any]) -> bool:
-    """Returns whether the parameters of a primitive are the very same objects."""
-    return len(params) == len(others) and all(map(operator.is_, params.values(), others.values()))
+    """Returns whether the parameters of a primitive are the same objects, or tuples of flags.
+
+    Such a tuple is another one at each call of a function that is jit-ted anew, as in `jnp.einsum`.
+    """
+    if len(params) != len(others):
+        return False
+    pairs = zip(params.values(), others.values(), strict=True)
+    return all(a is b or (_are_flags(a) and _are_flags(b) and a == b) for a, b in pairs)
+
+
+def _are_flags(x: Any) -> bool:
+    return type(x) is tuple and all(type(flag) is bool for flag in x)
 
 
 def identity_of_constant(x: Leaf) -> Hashable:
