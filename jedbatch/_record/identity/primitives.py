@@ -128,6 +128,7 @@ class Keys:
         key = self._interned(skeleton, numbers, is_ragged=bool(symbols_in(params)))
         if same is not None:
             self._by_identity[same] = key, params  # ids are good while this is alive
+            self._latest[id(params["jaxpr"])] = primitive, key, params
         if plain is not None:
             self._plain[plain] = key
         return key
