@@ -257,15 +257,16 @@ class PlannedHereWarning(PerformanceWarning):
 
 
 class NoCellsWarning(PerformanceWarning):
-    """A function without cells is recorded operation by operation, and these are many.
+    """Many operations outside of cells are recorded one by one.
 
     **Symptom.** Planning takes longer than running, for minibatches that were never met before.
 
     **Reason.** Operations that always run together are found and merged, so that a minibatch runs
     as it would with cells. But of an instance that is new each operation passes through JAX, at
-    ten to thirty microseconds, where a call of a cell takes one. Instances met before cost nothing.
-    The message says how many operations a minibatch was recorded as, and what that took. So do
-    operations on shared arguments alone, which are computed once for all instances.
+    ten to thirty microseconds, and functions such as `jnp.einsum` at hundreds, where a call of a
+    cell takes one. Instances met before cost nothing. The message says how many operations there
+    were, and what they took. So do operations on shared arguments alone, which are computed once
+    for all instances.
 
     **Cure.** Mark what is done for one node as a cell. The message names the functions in which
     most operations are performed: those called by a function that recurs or loops, to be marked as

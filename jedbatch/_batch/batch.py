@@ -144,7 +144,7 @@ def batch(
       max_steps: most steps of a loop that values decide on, before a call raises; None for any.
       count_steps: whether `last_rounds.lane_steps` counts what such loops do; calls take longer.
       granularity: what a node is: "cell", a call of a cell or one operation outside of them;
-        "auto", what always runs together; None, what pays.
+        "auto", what always runs together; None, the same once enough has been met.
       target: "cpu", "gpu" or a `jedbatch.Target` to make programs for; None asks JAX.
 
     Returns:

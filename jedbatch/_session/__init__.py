@@ -18,28 +18,26 @@ Read in this order:
    on.
 6. `records.degenerate`: Warnings of minibatches that hardly batch, before compiling (see
    `_graph.degeneracy`).
-7. `records.merging`: `Merging`: whether the operations of a function without cells become larger
-   nodes.
-8. `records.record_cache`: `RecordCache`: the graphs of instances that are kept between minibatches.
-9. `programs.types_in_use`: `TypesInUse`: which node types a new program should have besides those
+7. `records.record_cache`: `RecordCache`: the graphs of instances that are kept between minibatches.
+8. `programs.types_in_use`: `TypesInUse`: which node types a new program should have besides those
    it is made for.
-10. `programs.outside_values`: `OutsideValues`: what programs read besides instances: shared
+9. `programs.outside_values`: `OutsideValues`: what programs read besides instances: shared
    arguments, and arrays from outside.
-11. `programs.identities`: The identity of a kernel: its program, written out, of the shared values
+10. `programs.identities`: The identity of a kernel: its program, written out, of the shared values
    that it reads.
-12. `programs.program_cache`: `ProgramCache`: the kernels and programs that are kept between
+11. `programs.program_cache`: `ProgramCache`: the kernels and programs that are kept between
    minibatches.
-13. `programs.portable`: Programs as data, for which other processes can lower minibatches.
-14. `programs.mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap`
+12. `programs.portable`: Programs as data, for which other processes can lower minibatches.
+13. `programs.mapped`: Rows of arrays as instances: all have one structure, and run as `jax.vmap`
    would run them.
-15. `session`: `Session`: what a batched function keeps between minibatches; `Minibatch`: what was
+14. `session`: `Session`: what a batched function keeps between minibatches; `Minibatch`: what was
    recorded.
-16. `records.recording`: The records of a minibatch: those that are known, and new ones.
-17. `plans.verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
+15. `records.recording`: The records of a minibatch: those that are known, and new ones.
+16. `plans.verify`: Verifying plans as a whole: packed rows, what is returned, rounds (see
    `_program.verify`).
-18. `plans.pipeline`: A recorded minibatch as a plan, and what running a plan gives.
-19. `plans.copies`: Minibatches in which structures recur: planned once for all instances of a
+17. `plans.pipeline`: A recorded minibatch as a plan, and what running a plan gives.
+18. `plans.copies`: Minibatches in which structures recur: planned once for all instances of a
    structure.
-20. `plans.shards`: Minibatches cut over devices: every shard is planned, and all run one program.
-21. `core`: `Core`: records and plans minibatches of a function.
+19. `plans.shards`: Minibatches cut over devices: every shard is planned, and all run one program.
+20. `core`: `Core`: records and plans minibatches of a function.
 """

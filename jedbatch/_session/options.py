@@ -41,7 +41,7 @@ class Options:
       max_steps: how many steps loops take at most; None for any number.
       counter: counts the steps of loops and branches; None to count none.
       packs: whether rows of arrays of any length may run packed, ahead of the graph.
-      granularity: the name of what a node is; None lets the first minibatches say.
+      granularity: the name of what a node is; None is "auto" once enough has been met.
       key: gives the part of an instance that decides its graph.
       cache_size, cache_bytes: most instances that are kept, and bytes of all caches of a session.
       target: what programs are made for; None takes that of the shared arguments.

@@ -44,7 +44,7 @@ def test_unseen_topologies_compile_nothing_after_one_epoch(size, count):
     assert score.compilations == before
 
 
-@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
+@pytest.mark.filterwarnings("ignore:.*were recorded one by one")
 def test_lists_of_results_compile_nothing_new():
     """However many results there are."""
     fn = lambda params, n: [jnp.sin(params * i) for i in range(n)]  # noqa: E731

@@ -83,7 +83,7 @@ def test_the_same_is_computed_by_fewer_nodes_of_no_more_types(fn, sample, seed):
     minibatches = [sample(rng, int(rng.integers(2, 9))) for _ in range(5)]
     batched = jedbatch.batch(fn, granularity="cell", out_axes=None)
     session, _ = batched._core.session(((),))
-    coalescing = Coalescing(session.registry)
+    coalescing = Coalescing(session.registry, asked=True)
     for minibatch in minibatches:
         graph = batched.plan((), minibatch, gradient=False).graph
         merged = coalescing.merge(graph)

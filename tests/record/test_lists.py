@@ -438,7 +438,7 @@ def test_lists_that_wait_for_each_other(fn):
     check(fn, W, lists([2, 7, 3, 2, 5, 3]))
 
 
-@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
+@pytest.mark.filterwarnings("ignore:.*were recorded one by one")
 def test_many_lists_read_in_another_order():
     """Each is a node, in the order in which they can run; none waits for Python's recursion."""
 

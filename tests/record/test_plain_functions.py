@@ -197,6 +197,7 @@ MODELS = {
 
 
 @pytest.mark.filterwarnings("ignore::jedbatch.errors.SlowCallsWarning")  # under `jax.jit` they are
+@pytest.mark.filterwarnings("ignore::jedbatch.errors.NoCellsWarning")  # so are modules of Flax
 @pytest.mark.parametrize("granularity", ["auto", None])
 @pytest.mark.parametrize("name", MODELS)
 def test_parts_of_models_are_nodes(name, granularity):

@@ -30,7 +30,7 @@ def deep(depth, at_the_end):
     return jedbatch.batch(fn), [depth, 2]
 
 
-@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
+@pytest.mark.filterwarnings("ignore:.*were recorded one by one")
 def test_what_recurses_deep_sees_what_its_caller_set():
     """Settings of JAX, and the transformations around the call and inside of the function."""
     seen = []
@@ -87,7 +87,7 @@ def heeds_interrupts():
 
 
 @pytest.mark.usefixtures("heeds_interrupts")
-@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
+@pytest.mark.filterwarnings("ignore:.*were recorded one by one")
 def test_an_interrupt_stops_what_recurses_deep():
     went_on = []
 

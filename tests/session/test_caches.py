@@ -257,7 +257,7 @@ def test_minibatches_by_bytes():
     assert planned_anew(nothing, [chain(3)])[1]
 
 
-@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
+@pytest.mark.filterwarnings("ignore:.*were recorded one by one")
 def test_a_few_of_many_instances_are_recorded_ahead():
     """The assumptions that they break are not held by the others, which are recorded once."""
     numbers = []

@@ -11,6 +11,7 @@ from cases import programs
 from cases.helpers import assert_no_recompile, check, loop, random_tree
 
 import jedbatch
+from jedbatch._session.records import degenerate
 from jedbatch.errors import NoCellsWarning
 
 H = 4
@@ -120,7 +121,7 @@ def test_cells_of_lists_are_cells():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
+@pytest.mark.filterwarnings("ignore:.*were recorded one by one")
 def test_small_minibatches_come_first():
     """One more program once enough has been met; what was planned before stays as it is."""
     batched = jedbatch.batch(encode)
@@ -152,7 +153,7 @@ def test_small_minibatches_come_first():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
+@pytest.mark.filterwarnings("ignore:.*were recorded one by one")
 def test_expressions_are_merged_where_operators_are_several_operations():
     instances = expressions(96, seed=0)
     batched = check(evaluator(OPERATORS), PARAMS, instances, rtol=3e-5)
@@ -181,7 +182,7 @@ def test_what_has_nothing_to_merge_stays_as_it_is(fn, instances):
     assert graph.operand.tolist() == other.operand.tolist()
 
 
-@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
+@pytest.mark.filterwarnings("ignore:.*were recorded one by one")
 def test_arrays_of_any_length_are_still_packed():
     """Those of another length are recorded for all lengths, as if nothing had been merged."""
 
@@ -203,7 +204,7 @@ def test_arrays_of_any_length_are_still_packed():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
+@pytest.mark.filterwarnings("ignore:.*were recorded one by one")
 def test_decisions_on_values_and_closures():
     """The function starts to decide after operations were merged, and it closes over a weight."""
 
@@ -224,7 +225,7 @@ def test_decisions_on_values_and_closures():
     assert_close(batched(PARAMS, deciding), loop(fn, PARAMS, deciding))
 
 
-@pytest.mark.filterwarnings("ignore:a minibatch was recorded operation")
+@pytest.mark.filterwarnings("ignore:.*were recorded one by one")
 def test_warming_and_learning():
     """Both record before anything is planned."""
     batched = jedbatch.batch(encode)
@@ -254,6 +255,10 @@ def compose(params, left, right):
 def mixed(params, left, right):
     gate = jax.nn.sigmoid(left * params["b"])
     return gate * left + (1 - gate) * right
+
+
+def prepared(params, state):
+    return jnp.tanh(jnp.sin(state) * params["b"])
 
 
 def leaf(params, word):
@@ -314,7 +319,8 @@ def test_costly_recording_is_warned_of_at_once(name):
     single = jedbatch.batch(fn, granularity="cell").plan(PARAMS, instances, gradient=False)
     num_operations, num_nodes = (len(x.graph.node_type) for x in (single, plan))
     found = re.search(
-        r"(\d+) of them, in (\d+) ms, ([\d.]+) µs each, or (\d+) µs for each of the (\d+) nodes",
+        r"(\d+) operations .* in (\d+) ms, ([\d.]+) µs each, "
+        r"or (\d+) µs for each of the (\d+) nodes",
         str(warned[0].message),
     )
     assert (int(found[1]), int(found[5])) == (num_operations, num_nodes)
@@ -350,6 +356,33 @@ def test_single_operations_are_warned_of():
     expected = len(plan.graph.node_type)
     operations |= cells
     assert len(jedbatch.batch(evaluate).plan(PARAMS, instances).graph.node_type) <= expected
+
+
+def test_operations_between_cells_are_warned_of_where_they_take_long(monkeypatch):
+    """Where nothing is traced any more; calls of cells alone are not warned of."""
+    monkeypatch.setattr(degenerate, "MUCH_TIME", 0.0)
+    node, word = jedbatch.cell(compose), jedbatch.cell(leaf)
+
+    def between(params, tree):
+        if isinstance(tree, int):
+            return word(params, tree)
+        left, right = [between(params, child) for child in tree]
+        return node(params, left, prepared(params, right))
+
+    def marked(params, tree):
+        if isinstance(tree, int):
+            return word(params, tree)
+        return node(params, *[marked(params, child) for child in tree])
+
+    def plan_some(fn):
+        batched = jedbatch.batch(fn)
+        for seed in range(30, 34):
+            batched.plan(PARAMS, trees(60, seed, 40), gradient=False)
+
+    plan_some(marked)
+    with pytest.warns(NoCellsWarning, match=MARK + place(prepared)) as warned:
+        plan_some(between)
+    assert len(warned) == 1
 
 
 def test_recording_is_warned_of_once_and_only_unasked():

@@ -66,6 +66,7 @@ from jedbatch._record.types.registry import CallSpec, Registry
 
 CELL, LISTS = "cell", "lists"
 CONTROL_FLOW = ("while", "scan", "cond")
+ENOUGH = 8, 512  # instances and nodes that are met before any are merged
 MAX_KINDS = 256  # of operations that are known, before all that was met is forgotten
 MANY_TIMES = 2  # nodes of a type an instance, from which on it happens many times
 Places = dict[tuple[int, int], set[int]]
@@ -219,13 +220,21 @@ class ContractionStage:
 
 
 class Coalescing:
-    """Merges what always runs together: `granularity="auto"`.
+    """Merges what always runs together.
 
-    Belongs to one registry and learns from graphs that do not fit what was met before.
+    Belongs to one registry and learns from graphs that do not fit what was met before. In few
+    instances much runs together that does not in others.
+
+    Args:
+      registry: of the types.
+      asked: whether to begin with the first graph (`granularity="auto"`), and not only once enough
+        was met, or calls of cells, or regions of arrays of any length.
     """
 
-    def __init__(self, registry: Registry):
+    def __init__(self, registry: Registry, asked: bool):
         self._registry = registry
+        self._begun = asked
+        self._met = np.zeros(2, np.int64)  # instances and nodes, before it has begun
         self._start = ContractionStage()
         self._kinds: dict[Pattern, int] = {}  # of blocks, below 0
         self._names: dict[int, str] = {}
@@ -233,22 +242,12 @@ class Coalescing:
         self._leaving: dict[Pattern, int] = {}
         self._written: dict[tuple[Pattern, int], bytes | None] = {}  # None if numbers differ
         self._takes_ragged = False
-        self._beside_cells = self._left_apart = False
-
-    def merge_beside_cells(self, graph: Graph) -> Graph:
-        """Merges once some nodes are calls of cells, or of regions of arrays of any length."""
-        if not self._beside_cells:
-            types = [graph.types[t] for t in graph.present_types]
-            if not any(_is_cell(t) or self._is_packed(t) for t in types):
-                self._left_apart |= bool(types)
-                return graph
-            self._beside_cells = True
-            self._registry.assumptions.fail("types", self._left_apart)
-        return self.merge(graph)
 
     def merge(self, graph: Graph) -> Graph:
         """Returns a graph of instances with nodes merged."""
         present = set(graph.present_types)
+        if not present or not self._begins(graph):
+            return graph
         for t in present - self._names.keys():
             node_type = graph.types[t]
             self._names[t] = f"{node_type.name}{node_type.shared}"
@@ -262,6 +261,19 @@ class Coalescing:
         block = self._contracted(graph, learns=True) if block is None else block
         assert block is not None
         return self._rewritten(graph, block)
+
+    def _begins(self, graph: Graph) -> bool:
+        """Returns whether nodes are merged; what was recorded before is forgotten once they are."""
+        if self._begun:
+            return True
+        before = self._met.any()
+        self._met += graph.num_instances, len(graph.node_type)
+        types = [graph.types[t] for t in graph.present_types]
+        self._begun = bool((self._met >= ENOUGH).all())
+        self._begun |= any(_is_cell(t) or self._is_packed(t) for t in types)
+        if self._begun and before:
+            self._registry.assumptions.fail("types")
+        return self._begun
 
     def take_ragged(self) -> None:
         """Takes operations on arrays of any length for others from now on."""
@@ -482,6 +494,14 @@ def num_kinds(blocks: Blocks) -> int:
 def has_cells(graph: Graph) -> bool:
     """Returns whether some nodes are calls of cells, maybe with room for longer lists."""
     return any(_is_cell(graph.types[t]) for t in graph.present_types)
+
+
+def num_operations(graph: Graph) -> int:
+    """Returns the number of nodes that are no calls of cells."""
+    counts = np.bincount(graph.node_type, minlength=len(graph.types))
+    return len(graph.node_type) - sum(
+        int(counts[t]) for t in graph.present_types if _is_cell(graph.types[t])
+    )
 
 
 def _is_cell(node_type: NodeType) -> bool:

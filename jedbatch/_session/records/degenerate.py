@@ -1,9 +1,11 @@
 """Warnings of minibatches that hardly batch, before compiling (see `_graph.degeneracy`)."""
 
-import collections
 import itertools
 import warnings
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
 
 from jedbatch._graph.degeneracy import MAX_TYPES, Degeneracy
 from jedbatch._graph.graph import Graph
@@ -11,6 +13,8 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.symbolic_dims import is_ragged, user_level
 from jedbatch._ragged.calls import RegionCalls
 from jedbatch._ragged.lengths import Lengths
+from jedbatch._record.passes.coalesce import num_operations
+from jedbatch._record.run.units import Unit
 from jedbatch._record.types.registry import MANY_REPEATED, Registry
 from jedbatch._support.types import Array
 from jedbatch.errors import (
@@ -27,6 +31,9 @@ GROWING_PLANS = 6  # plans in a row with types that none before had,
 GROWING_TYPES = 8  # if there are more than these by then,
 GROUPED_PLANS = 3  # and so many where instances are grouped by equal shapes
 WARMING_UP = 3  # minibatches, in which calls are new
+MANY_OPERATIONS = 2048  # of a minibatch that are worth a warning,
+SOME_OPERATIONS, MUCH_TIME = 512, 0.1  # or so many that take so many seconds,
+MOST_NAMED, MIN_PART = 3, 0.1  # which names so many functions, each with so much of them
 MOST_SLOW = 0.2  # of the nodes that were recorded
 MOST_REPEATED = 0.5  # operations on shared arguments for each of these nodes
 FEW_LENGTHS = 2  # of lists, which make no more types than a program may have
@@ -149,7 +156,7 @@ def warn_if_slowly_recorded(registry: Registry, num_before: int) -> None:
         )
     if not registry.slow_calls:
         return
-    slow = collections.Counter({k: n for k, n in registry.slow_calls.items() if k[1]})
+    slow = Counter({k: n for k, n in registry.slow_calls.items() if k[1]})
     if slow.total() <= MOST_SLOW * registry.num_recorded:
         return
     (name, reason), count = slow.most_common(1)[0]
@@ -291,3 +298,73 @@ def warn_once(cause: type[PerformanceWarning], text: str, warned: set[type]) -> 
     text = f"{text}. `help(jedbatch.errors.{cause.__name__})` says more."
     warnings.warn(text, cause, stacklevel=user_level())
     warned.add(cause)  # not if the warning is an error
+
+
+def warn_if_costly(
+    graph: Graph,
+    merged: Graph,
+    seconds: float,
+    registry: Registry,
+    *,
+    has_new_types: bool,
+    units: Callable[[], Counter[Unit]],
+) -> None:
+    """Warns of many operations that calls of cells would take the place of.
+
+    Where these are fewer, or the function calls cells, too, that is if recording takes much time,
+    though nothing is traced: operations take from 10 to 700 µs.
+
+    Args:
+      graph: of the new instances of a minibatch, with a node for each operation.
+      merged: the same as it is planned, with operations merged.
+      seconds: that recording them has taken.
+      registry: has the lines of operations, and which warnings there have been.
+      has_new_types: whether types were met, and traced, that none before had.
+      units: counts operations by what would be a cell of them.
+    """
+    total, num_nodes = num_operations(graph), num_operations(merged)
+    if NoCellsWarning in registry.warned or total < SOME_OPERATIONS:
+        return
+    takes_long = seconds >= MUCH_TIME and not has_new_types
+    if not takes_long and (total < MANY_OPERATIONS or total < len(graph.node_type)):
+        return
+    if Degeneracy.of(merged) is not None:  # which is warned of first
+        return
+    counts = units() if num_nodes < total else Counter[Unit]()
+    part = MIN_PART * counts.total()
+    named = [u for u, num in counts.most_common(MOST_NAMED) if num >= part]
+    cures = []
+    if parts := [u for u in named if not u.is_whole]:
+        cures.append(f"write `@jedbatch.cell` above {_places(parts)}")
+    if wholes := [u for u in named if u.is_whole]:
+        cures.append(
+            "make a function with `@jedbatch.cell` above it of what is done for one node in "
+            f"{_places(wholes)}"
+        )
+    if not cures and num_nodes == total:
+        cures.append(
+            f"call cells, such as `jedbatch.cell(jnp.add)`, in place of {_single(merged, registry)}"
+        )
+    a_node = f"{1e6 * seconds / num_nodes:.0f} µs for each of the {num_nodes} nodes"
+    merged_into = f", or {a_node} that they were merged into" if num_nodes < total else ""
+    warn_once(
+        NoCellsWarning,
+        f"{total} operations of a minibatch were recorded one by one, as they are not in cells: in "
+        f"{1e3 * seconds:.0f} ms, {1e6 * seconds / total:.1f} µs each{merged_into}. "
+        "A call of a cell is recorded at once, in about one: "
+        f"{'; '.join(cures) or 'write `@jedbatch.cell` above what is done for one node'}",
+        registry.warned,
+    )
+
+
+def _single(graph: Graph, registry: Registry) -> str:
+    """Returns the names of the operations that most nodes are, and where each was met first."""
+    counts = np.bincount(graph.node_type, minlength=len(graph.types))
+    counts[[not t.operands for t in graph.types]] = 0  # shared values
+    most = np.argsort(-counts, kind="stable")[:MOST_NAMED].tolist()
+    names = [(str(graph.types[t]), registry.lines.get(t)) for t in most if counts[t]]
+    return ", ".join(f"`{name}` ({line})" if line else f"`{name}`" for name, line in names)
+
+
+def _places(units: Sequence[Unit]) -> str:
+    return ", ".join(f"`{u.name}` ({u.line})" for u in units)

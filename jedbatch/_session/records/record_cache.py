@@ -21,7 +21,6 @@ from jedbatch._record.passes.lists import StackedLists
 from jedbatch._record.run.rows import CallsOfRows
 from jedbatch._record.types.registry import MAX_READ_STATES, Registry
 from jedbatch._session.options import Options
-from jedbatch._session.records.merging import Merging
 from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array
@@ -109,10 +108,9 @@ class RecordCache:
     Attributes:
       registry: types met so far.
       coalescing: merges what always runs together.
-      coalesces: whether it is to be merged where there are no cells, too.
-      lists: merges what is done with lists outside of cells; None if operations are kept apart.
-      merging: says whether it is to be merged; None if that is decided.
-      is_unmarked: whether the function calls no cells, as far as is known, unasked.
+      passes: over graphs of instances, which merge operations and what is done with lists outside
+        of cells, unless operations are kept apart.
+      warns_of_operations: whether recording many operations one by one is warned of.
       by_key: records, by the key of the instance.
       by_id: (instance, record) by the id of an instance that cannot change.
       with_arrays: records of instances with arrays, as long as lengths do not matter.
@@ -122,28 +120,27 @@ class RecordCache:
       sequences: of whole numbers in instances, which may be arrays.
       calls_of_rows: whether instances are recorded as calls of a cell that gets rows of arrays.
       num_recorded: minibatches of which some instances had to be recorded.
+      num_types: node types that were known after the last one of these.
     """
 
     def __init__(self, registry: Registry, options: Options, target: Target):
         self.registry = registry
-        self.num_recorded = 0
+        self.num_recorded = self.num_types = 0
         self.floats = Floats(registry.assumptions, registry.budget)
         self.sequences = Sequences(registry.assumptions)
         self.calls_of_rows = CallsOfRows(options.granularity is None)
-        self.coalescing = Coalescing(registry)
-        self.coalesces = options.granularity == "auto"
-        self.merging = Merging() if options.granularity is None else None
-        self.is_unmarked = options.granularity is None
-        self._beside_cells = options.granularity is None
-        self.lists = StackedLists(registry) if options.granularity != "cell" else None
+        self.coalescing = Coalescing(registry, asked=options.granularity == "auto")
+        self.passes: list[Callable[[Graph], Graph]] = [registry.pad]
+        if options.granularity != "cell":
+            self.passes = [StackedLists(registry).merge, self.coalescing.merge, registry.pad]
+        self.warns_of_operations = options.granularity is None
         self._limit = options.cache_size
         self._known: dict[int, Memories] = Memory(MAX_READ_STATES)
         self._number = NOWHERE.number
         self.by_key, self.by_id, self.with_arrays = self._memories(NOWHERE.number)
         registry.read(NOWHERE)
-        apart = f"granularity is {options.granularity!r}" if self.coalesces else None
         self._families: Memory = Memory(self._limit, registry.budget, _bytes_of_family)
-        self.lengths = Lengths(apart, self._families, registry.assumptions)
+        self.lengths = Lengths(None, self._families, registry.assumptions)
         self.regions = Regions(registry, target.rest_work, options.packs)
         self.expansion = Expansion(self.regions, registry.budget)
 
@@ -255,15 +252,6 @@ class RecordCache:
         for key in old:
             del self.by_key[key]
 
-    def passes(self, coalesces: bool) -> list[Callable[[Graph], Graph]]:
-        """Returns the passes over graphs of instances, which coalesce nodes or not."""
-        passes: list[Callable[[Graph], Graph]] = [self.registry.pad]
-        if coalesces:
-            passes = [self.coalescing.merge, *passes]
-        elif self._beside_cells:
-            passes = [self.coalescing.merge_beside_cells, *passes]
-        return passes if self.lists is None else [self.lists.merge, *passes]
-
     @property
     def revision(self) -> int:
         """How often types that had been met became others."""
@@ -273,7 +261,7 @@ class RecordCache:
         """Returns assumptions about lengths, numbers, floats and lists, and granularity."""
         version = self.registry.assumptions.version
         versions = version("types", "shared", "lengths", "regions", "floats", "sequences")
-        return versions, self.coalesces, self.floats.apart
+        return versions, self.floats.apart
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -297,15 +285,6 @@ class RecordCache:
         if self.revision != revision:
             self.forget_records()
             raise GuardFailed
-
-    def decide(self) -> None:
-        """Does what the first minibatches have said about merging nodes, if they have."""
-        if self.merging is not None and self.merging.is_decided:
-            if self.merging.pays:
-                self.coalesces = True
-                self.forget_records()
-            self.is_unmarked = not self.merging.has_cells
-            self.merging = None
 
     def bind(self) -> bool:
         """Bounds lengths by what shared tables have room for; whether that changes anything."""

@@ -46,8 +46,11 @@ from jedbatch._record.passes.coalesce import has_cells
 from jedbatch._record.run.rows import of_rows
 from jedbatch._record.run.trace import Instances, trace
 from jedbatch._record.run.units import Unit, Units
-from jedbatch._session.records.degenerate import warn_if_slowly_recorded, warn_if_some_are_apart
-from jedbatch._session.records.merging import warn_if_costly
+from jedbatch._session.records.degenerate import (
+    warn_if_costly,
+    warn_if_slowly_recorded,
+    warn_if_some_are_apart,
+)
 from jedbatch._session.records.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch.errors import PerformanceWarning, SymbolicValueError
@@ -151,6 +154,7 @@ class Recording:
         if num_known < len(instances):
             warn_if_slowly_recorded(cache.registry, cache.num_recorded)
             cache.num_recorded += 1
+            cache.num_types = len(cache.registry.node_types)
         return *cache.expansion.expand(records, arrays), tracers, num_known
 
     def _find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None) -> Any:
@@ -197,7 +201,7 @@ class Recording:
             if self.key is None and not (are_plain or changed):
                 cache.keep(subjects, records, arrays)
             return records, arrays, [], len(instances)
-        revision, coalesces = cache.revision, cache.coalesces
+        revision = cache.revision
         mine, types = [instances[i] for i in new], [given[i] for i in new]
         to_record = Instances(mine, [arrays[i] for i in new], new)
         with self._with_numbers(cache, mine):
@@ -205,8 +209,6 @@ class Recording:
                 cache, to_record, types, [keys[i] for i in new], read
             )
         cache.check(revision)
-        if cache.coalesces != coalesces and any(r is not None for r in records):
-            raise GuardFailed
         fresh = dict(zip(new, graphs, strict=True))
         for i, k in enumerate(keys):
             if records[i] is None:
@@ -387,20 +389,20 @@ class Recording:
         record = functools.partial(trace, self.fn, cache.registry, **options)
         calls = cache.calls_of_rows
         if not (calls.may_be_made and self.key is None and any(instances.arrays)):
-            return record_either_way(cache, record, instances)
+            return record_and_warn(cache, record, instances)
         families, varied = zip(*map(cache.lengths.varied, keys), strict=True)
         rows = list(map(calls.leaves, varied, instances.arrays))
         if calls.are_few or not any(rows):
-            return record_either_way(cache, record, instances)
+            return record_and_warn(cache, record, instances)
         if calls.why is None:
-            recorded = record_either_way(cache, record, instances)
+            recorded = record_and_warn(cache, record, instances)
             calls.may_be_made = not has_cells(recorded[0][0].whole)
             calls.why = cache.lengths.shown if calls.may_be_made else None
             if calls.why is None:
                 return recorded
         try:
             in_rows = functools.partial(trace, self.of_rows, cache.registry, **options)
-            recorded = record_either_way(cache, in_rows, instances._replace(rows=rows))
+            recorded = record_and_warn(cache, in_rows, instances._replace(rows=rows))
             if calls.share_types(recorded[0][0].whole, cache.registry.arities.padded):
                 calls.families.update(x for x in families if x is not None)
                 return recorded
@@ -408,7 +410,7 @@ class Recording:
             raise
         except Exception:
             pass  # what cannot be recorded otherwise fails again
-        recorded = record_either_way(cache, record, instances)
+        recorded = record_and_warn(cache, record, instances)
         calls.may_be_made, calls.why = False, None
         return recorded
 
@@ -425,10 +427,10 @@ def _set_short_apart(
         raise GuardFailed
 
 
-def record_either_way(
+def record_and_warn(
     cache: RecordCache, record: Callable, instances: Instances, *, tiled: bool = False
 ) -> Any:
-    """Records instances as they are, or with nodes merged if that is found to pay.
+    """Records instances, and warns if that takes long.
 
     Arrays of any length are `tiled`, so that operations on them may be merged like others.
     """
@@ -437,13 +439,8 @@ def record_either_way(
     seconds = time.perf_counter() - start
     if tiled and not has_cells(recorded.graph):
         cache.coalescing.take_ragged()
-    records = recorded.records(cache.passes(cache.coalesces))
-    if cache.merging is not None and cache.merging.asks(records):
-        merged = recorded.records(cache.passes(coalesces=True))
-        cache.merging.compare(records, merged)
-        records = merged if cache.merging.pays else records
-    cache.decide()
-    if cache.is_unmarked:
+    records = recorded.records(cache.passes)
+    if cache.warns_of_operations:
 
         def units() -> Counter[Unit]:
             """Records the largest instance once more, to see where."""
@@ -454,7 +451,8 @@ def record_either_way(
             return found.counts
 
         graphs = recorded.graph, records[0].whole
-        warn_if_costly(*graphs, seconds, registry, units)
+        are_new = len(registry.node_types) > cache.num_types
+        warn_if_costly(*graphs, seconds, registry, has_new_types=are_new, units=units)
     return records, recorded.caching, recorded.tracers
 
 
@@ -566,8 +564,8 @@ class RaggedRecording:
         cache = self.cache
         if not cache.regions.tiles.is_used:
             recorded = record(instances)
-            return recorded.records(cache.passes(coalesces=False)), *recorded[2:]
-        return record_either_way(cache, record, instances, tiled=True)
+            return recorded.records(cache.passes), *recorded[2:]
+        return record_and_warn(cache, record, instances, tiled=True)
 
     def has_asked(self, error: Exception) -> bool:
         """Returns whether an error came after JAX or Python had asked about a length."""
