@@ -84,7 +84,6 @@ class Lengths:
     """The lengths of arrays that have been seen.
 
     Args:
-      off: see the attribute.
       families: where those seen are kept.
       assumptions: fail where instances are recorded under other lengths than before.
 
@@ -99,10 +98,8 @@ class Lengths:
       are_some_apart: whether some are, for a reason besides lengths that are compared.
     """
 
-    def __init__(
-        self, off: str | None, families: dict[Hashable, LengthFamily], assumptions: Assumptions
-    ):
-        self.off = off
+    def __init__(self, families: dict[Hashable, LengthFamily], assumptions: Assumptions):
+        self.off: str | None = None
         self._assumptions = assumptions
         self.longest = 0
         self.bound: int | None = None

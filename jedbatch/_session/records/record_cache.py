@@ -140,7 +140,7 @@ class RecordCache:
         self.by_key, self.by_id, self.with_arrays = self._memories(NOWHERE.number)
         registry.read(NOWHERE)
         self._families: Memory = Memory(self._limit, registry.budget, _bytes_of_family)
-        self.lengths = Lengths(None, self._families, registry.assumptions)
+        self.lengths = Lengths(self._families, registry.assumptions)
         self.regions = Regions(registry, target.rest_work, options.packs)
         self.expansion = Expansion(self.regions, registry.budget)
 
