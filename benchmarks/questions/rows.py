@@ -45,7 +45,8 @@ def measure(size: int, gradient: bool, repeats: int) -> list[Any]:
         ours, theirs = (jax.jit(common.with_gradient(fn)) for fn in (batched, vmapped))
     else:
         ours, theirs = batched, jax.jit(vmapped)
-    np.testing.assert_allclose(*(jax.tree.leaves(f(w, x))[0] for f in (ours, theirs)), rtol=1e-4)
+    values = (jax.tree.leaves(f(w, x))[0] for f in (ours, theirs))
+    np.testing.assert_allclose(*values, rtol=1e-4, atol=1e-6)
     pairs = [(seconds(lambda: ours(w, x)), seconds(lambda: theirs(w, x))) for _ in range(repeats)]
     call, vmap = 1e3 * np.median(pairs, axis=0)
     row = [size, "gradient" if gradient else "value", f"{call:.2f}", f"{vmap:.2f}"]
