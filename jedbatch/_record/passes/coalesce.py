@@ -270,7 +270,7 @@ class Coalescing:
         self._met += graph.num_instances, len(graph.node_type)
         types = [graph.types[t] for t in graph.present_types]
         self._begun = bool((self._met >= ENOUGH).all())
-        self._begun |= any(_is_cell(t) or self._is_packed(t) for t in types)
+        self._begun |= any(is_cell(t) or self._is_packed(t) for t in types)
         if self._begun and before:
             self._registry.assumptions.fail("types")
         return self._begun
@@ -492,19 +492,20 @@ def num_kinds(blocks: Blocks) -> int:
 
 
 def has_cells(graph: Graph) -> bool:
-    """Returns whether some nodes are calls of cells, maybe with room for longer lists."""
-    return any(_is_cell(graph.types[t]) for t in graph.present_types)
+    """Returns whether some nodes are calls of cells."""
+    return any(is_cell(graph.types[t]) for t in graph.present_types)
 
 
 def num_operations(graph: Graph) -> int:
     """Returns the number of nodes that are no calls of cells."""
     counts = np.bincount(graph.node_type, minlength=len(graph.types))
     return len(graph.node_type) - sum(
-        int(counts[t]) for t in graph.present_types if _is_cell(graph.types[t])
+        int(counts[t]) for t in graph.present_types if is_cell(graph.types[t])
     )
 
 
-def _is_cell(node_type: NodeType) -> bool:
+def is_cell(node_type: NodeType) -> bool:
+    """Returns whether nodes of a type are calls of cells, maybe with room for longer lists."""
     return _calls_cell(operation_of(node_type).key)
 
 

@@ -13,7 +13,7 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.symbolic_dims import is_ragged, user_level
 from jedbatch._ragged.calls import RegionCalls
 from jedbatch._ragged.lengths import Lengths
-from jedbatch._record.passes.coalesce import num_operations
+from jedbatch._record.passes.coalesce import is_cell, num_operations
 from jedbatch._record.run.units import Unit
 from jedbatch._record.types.registry import MANY_REPEATED, Registry
 from jedbatch._support.types import Array
@@ -33,6 +33,7 @@ GROUPED_PLANS = 3  # and so many where instances are grouped by equal shapes
 WARMING_UP = 3  # minibatches, in which calls are new
 MANY_OPERATIONS = 2048  # of a minibatch that are worth a warning,
 SOME_OPERATIONS, MUCH_TIME = 512, 0.1  # or so many that take so many seconds,
+CALLS = 10  # of cells that are recorded in the time of an operation, at least
 MOST_NAMED, MIN_PART = 3, 0.1  # which names so many functions, each with so much of them
 MOST_SLOW = 0.2  # of the nodes that were recorded
 MOST_REPEATED = 0.5  # operations on shared arguments for each of these nodes
@@ -322,10 +323,13 @@ def warn_if_costly(
       has_new_types: whether types were met, and traced, that none before had.
       units: counts operations by what would be a cell of them.
     """
-    total, num_nodes = num_operations(graph), num_operations(merged)
-    if NoCellsWarning in registry.warned or total < SOME_OPERATIONS:
+    if NoCellsWarning in registry.warned or len(graph.node_type) < SOME_OPERATIONS:
         return
-    takes_long = seconds >= MUCH_TIME and not has_new_types
+    total, num_nodes = num_operations(graph), num_operations(merged)
+    if total < SOME_OPERATIONS:
+        return
+    num_calls = len(graph.node_type) - total
+    takes_long = seconds >= MUCH_TIME and not has_new_types and num_calls <= CALLS * total
     if not takes_long and (total < MANY_OPERATIONS or total < len(graph.node_type)):
         return
     if Degeneracy.of(merged) is not None:  # which is warned of first
@@ -345,8 +349,10 @@ def warn_if_costly(
         cures.append(
             f"call cells, such as `jedbatch.cell(jnp.add)`, in place of {_single(merged, registry)}"
         )
-    a_node = f"{1e6 * seconds / num_nodes:.0f} µs for each of the {num_nodes} nodes"
-    merged_into = f", or {a_node} that they were merged into" if num_nodes < total else ""
+    merged_into = ""
+    if 0 < num_nodes < total:
+        a_node = f"{1e6 * seconds / num_nodes:.0f} µs for each of the {num_nodes} nodes"
+        merged_into = f", or {a_node} that they were merged into"
     warn_once(
         NoCellsWarning,
         f"{total} operations of a minibatch were recorded one by one, as they are not in cells: in "
@@ -360,7 +366,7 @@ def warn_if_costly(
 def _single(graph: Graph, registry: Registry) -> str:
     """Returns the names of the operations that most nodes are, and where each was met first."""
     counts = np.bincount(graph.node_type, minlength=len(graph.types))
-    counts[[not t.operands for t in graph.types]] = 0  # shared values
+    counts[[not t.operands or is_cell(t) for t in graph.types]] = 0  # some are shared values
     most = np.argsort(-counts, kind="stable")[:MOST_NAMED].tolist()
     names = [(str(graph.types[t]), registry.lines.get(t)) for t in most if counts[t]]
     return ", ".join(f"`{name}` ({line})" if line else f"`{name}`" for name, line in names)
