@@ -346,7 +346,22 @@ def made_vjp(p, x):
     return jax.lax.scan(lambda c, _: (f(c), None), f(p * x), None, length=2)[0]
 
 
-@pytest.mark.parametrize("fn", [made_jvp, made_vjp])
+def by_slopes(of):
+    """A rule that reads the function that it belongs to, made in each instance."""
+
+    def fn(p, x):
+        f = jax.custom_jvp(of)
+        f.defjvps(lambda g, _, x: 2 * g * x)
+        return f(p * x)
+
+    return fn
+
+
+of_partial = by_slopes(functools.partial(lambda x, power: x**power, power=2))
+of_library = by_slopes(jax.nn.softplus)
+
+
+@pytest.mark.parametrize("fn", [made_jvp, made_vjp, of_partial, of_library])
 def test_rules_made_by_every_instance_are_one(fn):
     batched = check(fn, P, [X, X * 2], inference=True)
     types = len(batched.plan(P, [X]).graph.types)

@@ -135,17 +135,13 @@ def _identity(
 
 
 def _is_made_once(value: Any) -> bool:
-    """Returns whether this is a function of an installed package that no other function makes.
-
-    Names may be those of a function that is wrapped; globals are its own.
-    """
-    if isinstance(value, types.FunctionType):
-        module = None if value.__closure__ else value.__globals__.get("__name__")
-    elif type(value) in FUNCTIONS_OF_RULES:
-        module = getattr(value, "__module__", None)
-    else:
+    """Returns whether this is what a module of an installed package has under its name."""
+    if not isinstance(value, (types.FunctionType, *FUNCTIONS_OF_RULES)):
         return False
-    return bool(module) and "<locals>" not in value.__qualname__ and is_installed(module)
+    module, name = getattr(value, "__module__", None), getattr(value, "__name__", "")
+    return bool(module and is_installed(module)) and (
+        getattr(sys.modules.get(module), name, None) is value
+    )
 
 
 _OF_EVERY_FUNCTION = frozenset(functools.WRAPPER_ASSIGNMENTS)
