@@ -139,9 +139,9 @@ def _is_made_once(value: Any) -> bool:
     if not isinstance(value, (types.FunctionType, *FUNCTIONS_OF_RULES)):
         return False
     module, name = getattr(value, "__module__", None), getattr(value, "__name__", "")
-    return bool(module and is_installed(module)) and (
-        getattr(sys.modules.get(module), name, None) is value
-    )
+    if not module or not is_installed(module):
+        return False
+    return getattr(sys.modules.get(module), name, None) is value
 
 
 _OF_EVERY_FUNCTION = frozenset(functools.WRAPPER_ASSIGNMENTS)
