@@ -378,9 +378,8 @@ def plots(found: dict[str, list[Row]], folder: Path) -> None:
             hidden, titles = max(small), {row["title"] for row in some}
             drawn = [r for r in some if r["hidden"] == hidden]
             sizes = {title: {r["batch"] for r in drawn if r["title"] == title} for title in titles}
-            curves(
-                [r for r in drawn if len(sizes[r["title"]]) > 1] or drawn, folder / f"{mode}.svg"
-            )
+            if several := [r for r in drawn if len(sizes[r["title"]]) > 1]:
+                curves(several, folder / f"{mode}.svg")
     some = [row for row in rows if row["unseen"] and row["mode"] == "inference"]
     typical = [row for row in some if (row["batch"], row["hidden"]) == TYPICAL]
     if some:
