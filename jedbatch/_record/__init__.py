@@ -76,19 +76,20 @@ Read in this order:
 38. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
 39. `run.recursion`: Recursion deeper than Python's limit.
 40. `run.trace`: Recording a minibatch: every instance of it as a graph.
-41. `run.units`: Units: the functions of the user that would be cells of the operations that are
+41. `run.constants`: Constants of instances: the arrays that a function makes itself, of any length.
+42. `run.units`: Units: the functions of the user that would be cells of the operations that are
    recorded.
-42. `passes.patterns`: Patterns: what several operations compute that become one node.
-43. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
+43. `passes.patterns`: Patterns: what several operations compute that become one node.
+44. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
    they compute.
-44. `passes.coalesce`: Finding cells without marks: operations that always run together become one
+45. `passes.coalesce`: Finding cells without marks: operations that always run together become one
    node.
-45. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
-46. `passes.list_regions`: Nodes of a recording, and how some of them become one.
-47. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
+46. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
+47. `passes.list_regions`: Nodes of a recording, and how some of them become one.
+48. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
    and again.
-48. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
+49. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
    read the elements.
-49. `passes.projections`: Input projections: products of a cell that no recursion waits for become
+50. `passes.projections`: Input projections: products of a cell that no recursion waits for become
    nodes of their own.
 """

@@ -348,6 +348,14 @@ def identity_of_constant(x: Leaf) -> Hashable:
     return Same(x) if is_array(x) else typed_or_same(x)
 
 
+def identity_of_array(x: Any) -> Hashable:
+    """Returns what an array is found by that an operation of concrete values gives, or reads.
+
+    What JAX computes of equal values is one object (see `memory_of_constants`).
+    """
+    return id(x) if isinstance(x, jax.Array) else identity_of_constant(x)
+
+
 def memory_of_constants(budget: Budget) -> dict[Hashable, list[Any]]:
     """Returns a place for results of operations on concrete values, by these."""
     return Memory(None, budget, _bytes_of_constant)

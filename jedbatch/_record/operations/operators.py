@@ -43,6 +43,7 @@ PICK = "pick"  # the operation `value[i]`, where i is a value
 
 def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     """Static indexing of an array of the instance gives an input, not a node."""
+    item = recorder.with_constants(item)
     leaf = recorder.leaves.get(value.index) if recorder.active else None
     number = isinstance(item, WHOLE) and not isinstance(item, bool)
     if leaf is None or not is_static(item) or is_ragged(value.shape):
@@ -135,6 +136,7 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
     Numbers are those of Python. Arrays hold whole numbers that are known, and differ from instance
     to instance: JAX would compute where they are, operation by operation.
     """
+    item = recorder.with_constants(item)
     items = item if isinstance(item, tuple) else (item,)
     if recorder.stacking is not None:
         items = tuple(map(read_by_jax, items))
@@ -351,6 +353,7 @@ class Known(NamedTuple):
 
 def operate(recorder: RecorderLike, slow_path: Callable, a: object, b: object) -> Leaf:
     """An operator on a symbol `a` and anything: as recorded before, or by `slow_path`."""
+    b = recorder.with_constants(b)
     way = (slow_path, _described(recorder, a), _described(recorder, b))
     of_numbers = type(a) is Shared and type(b) not in (Value, Shared)
     if None in way or of_numbers or not recorder.active:

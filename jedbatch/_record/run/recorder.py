@@ -65,7 +65,7 @@ from jedbatch._record.identity.mutation import (
     holders_of_functions,
 )
 from jedbatch._record.identity.number_operands import Lifted, with_operands
-from jedbatch._record.identity.primitives import identity_of_constant
+from jedbatch._record.identity.primitives import identity_of_array, identity_of_constant
 from jedbatch._record.instances.arrays import array_type, is_array, owned_arrays, replace_arrays
 from jedbatch._record.operations.containers import shared_token, tokens_of_containers
 from jedbatch._record.operations.failures import note_operation
@@ -114,6 +114,7 @@ class Recorder(Trace):
       cells: descriptions of the functions of cells.
       computed: arrays that were computed from numbers and constants, by id.
       leaves: (number, path) of the instance's arrays and their parts, by reference.
+      constants: symbols of the arrays of the instance that the function makes, by their identity.
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
       leaving: is told of symbols whose values leave JAX, and by what, before they do; or None.
       together: what some functions return, which may wait for values each on its own.
@@ -161,7 +162,9 @@ class Recorder(Trace):
         self.computed: dict[int, Any] = {}
         self._owned: set[int] | None = None
         self.watched: dict[int, Watched] = {}  # containers that may change
-        self.call_cell, self._forget_objects, self._next_instance = fast_path(self)
+        self._fast_path, self._forget_objects, self._next_instance = fast_path(self)
+        self.call_cell = self._fast_path
+        self.constants: dict[Hashable, Value] = {}
         self.noting = noting
         self.keeps_types = False
         self.has_numbers = False  # of Python, for floats and elements of the instance
@@ -189,6 +192,7 @@ class Recorder(Trace):
         arrays: Sequence[Array],
         types: Any = None,
         rows: Collection[int] = (),
+        constants: Sequence[Array] = (),
     ) -> PyTree:
         """Starts an instance after another is done; its arrays are replaced by symbols.
 
@@ -197,6 +201,7 @@ class Recorder(Trace):
           arrays: of it.
           types: (shape, dtype, weak) of the arrays, if an extent is not to be known.
           rows: the arrays that symbols of their rows take the place of.
+          constants: the last of the arrays, which are not in the instance.
         """
         self._next_instance()
         for memory in (self.known, self.kept, self.leaves):
@@ -212,6 +217,15 @@ class Recorder(Trace):
         self.registry.shared_operands.num_instances += 1
         self.turn_to(instance)
         self.has_numbers, self.stacking = False, None
+        self.call_cell = self._fast_path
+        self.constants = {}
+        if constants:
+            first = len(arrays) - len(constants)
+            types = list(map(array_type, arrays)) if types is None else types
+            for leaf, x in enumerate(constants, first):
+                kind = self.registry.value_type(*types[leaf])
+                self.constants[identity_of_array(x)] = self.leaf_value(kind, leaf, ())
+            arrays, types, self.call_cell = arrays[:first], types[:first], self._call_with_constants
         return self.symbolic(instance, arrays, types, rows) if arrays else instance
 
     def turn_to(self, instance: PyTree) -> None:
@@ -264,7 +278,7 @@ class Recorder(Trace):
         """Lets go of everything symbolic, and of those who computed its values."""
         self.active = False
         self.read, self.leaving, self.noting, self.together = None, None, None, in_order
-        self.call_cell = refuse_call  # the function there holds this recorder
+        self.call_cell = self._fast_path = refuse_call  # the function there holds this recorder
         self._forget_objects()
         self._forget_objects = self._next_instance = nothing_to_forget
         self._instance = self._shared = self._owned = None
@@ -273,6 +287,7 @@ class Recorder(Trace):
             self.registry = weakref.proxy(self.registry)
         for memory in (self.known, self.containers, self.kept, self.computed, self.leaves):
             memory.clear()
+        self.constants = {}
         self.cells.clear()
         self.watched.clear()
         self._cells_of_instance.clear()
@@ -345,6 +360,19 @@ class Recorder(Trace):
             return shared
         self.trust(x)
         return self.input(x)
+
+    def with_constants(self, tree: PyTree) -> PyTree:
+        """A pytree with symbols for arrays of NumPy that are constants of the instance."""
+
+        def constant(x: Leaf) -> Leaf:
+            is_array_of_numpy = isinstance(x, np.ndarray) and x.ndim
+            return self.constants.get(identity_of_array(x), x) if is_array_of_numpy else x
+
+        return jax.tree.map(constant, tree) if self.constants else tree
+
+    def _call_with_constants(self, cell: Cell, args: tuple, static: dict) -> PyTree:
+        """Records a call of a cell, some of whose arguments may be constants of the instance."""
+        return self._fast_path(cell, self.with_constants(args), static)
 
     def _is_owned(self, x: Leaf) -> bool:
         """Returns whether an array is part of the instance."""
@@ -470,13 +498,15 @@ class Recorder(Trace):
             tracers = list(map(read_by_jax, tracers))
             for program in traced_bodies(primitive.name, params):
                 check_rules(program)
+        if self.constants and any(isinstance(x, Tracer) for x in tracers):
+            tracers = self.with_constants(list(tracers))
         if primitive.name == "slice" and type(tracers[0]) is not Value:
             cut = row_of_weight(self, tracers[0], params)
             if cut is not None:
                 return self._operation("slice", cut.key, cut.call, [tracers[0], *cut.starts])[0]
         filling, known = known_filling(self, primitive, tracers, params)
         if known is not None:
-            return known
+            return self.made([known], tracers)[0]
         tracers = as_numbers(tracers, self)
         inlined = record_inlined(self, primitive, tracers, params)
         if inlined is not None:
@@ -637,8 +667,18 @@ class Recorder(Trace):
             with pause(), jax.ensure_compile_time_eval():
                 out = list(call(*args))
             constants[full] = out
-        self.computed.update((id(x), x) for x in out)
-        return out
+        return self.made(out, args)
+
+    def made(self, out: list[Array], args: Sequence[Leaf]) -> list[Leaf]:
+        """Returns what an operation on concrete values gives: symbols of the instance's constants.
+
+        The operation read `args`.
+        """
+        for x in out:
+            self.computed[id(x)] = x
+            if np.ndim(x):
+                self.registry.lengths_made.setdefault((x.shape[1:], x.dtype), set()).add(x.shape[0])
+        return [self.constants.get(id(x), x) for x in out] if self.constants else out
 
     def _shared_operation(self, key, call, args, tracers) -> list[Leaf]:
         """Records an operation on shared values and constants, done once per minibatch."""

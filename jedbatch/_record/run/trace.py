@@ -50,6 +50,8 @@ class Instances(NamedTuple):
       types: called with the place of an instance that is about to be recorded, gives (shape, dtype,
         weak) of its arrays; None, or given none, if extents are to be known.
       rows: of each, the arrays that are given as `ArrayRows`; None if none are.
+      constants: of each, the last of its arrays, which the function makes itself; None if there are
+        none (see `_record.instances.constants`).
     """
 
     mapped: Sequence[Sequence[Any]]
@@ -57,13 +59,15 @@ class Instances(NamedTuple):
     numbers: Sequence[int]
     types: Callable[[int], Any] | None = None
     rows: Sequence[Collection[int]] | None = None
+    constants: Sequence[Sequence[Any]] | None = None
 
     def single(self, place: int) -> "Instances":
         """Returns one of them."""
         only, types = slice(place, place + 1), self.types
         of_it = types and (lambda _: types(place))
-        rows = self.rows and self.rows[only]
-        return Instances(self.mapped[only], self.arrays[only], self.numbers[only], of_it, rows)
+        rows, constants = self.rows and self.rows[only], self.constants and self.constants[only]
+        mapped, arrays, numbers = self.mapped[only], self.arrays[only], self.numbers[only]
+        return Instances(mapped, arrays, numbers, of_it, rows, constants)
 
 
 class Traced(NamedTuple):
@@ -108,15 +112,8 @@ def trace(
     Returns:
       The graph of the instances, and what else is known of them.
     """
-    record = functools.partial(_record, fn, registry, instances, arrange, read, noting)
-    looks = itertools.count()
-
-    def assumed() -> int:
-        """The operands: where they change, the same is recorded in two ways."""
-        more = () if next(looks) > 2 * MAX_RECORDINGS else ("numbers", "variants")
-        return registry.assumptions.version("shared", *more)
-
-    recorder, outputs, forms, caching, ends = until_guards_hold(lambda: deeply(record), assumed)
+    record = functools.partial(record_instances, fn, registry, instances, arrange, read, noting)
+    recorder, outputs, forms, caching, ends = in_one_way(record, registry)
     columns = recorder.written
     flat = np.fromiter(itertools.chain.from_iterable(ends), np.int64)
     try:
@@ -126,6 +123,18 @@ def trace(
     if any(getattr(x, "sequences", None) for x in instances.mapped):
         graph = with_inputs(without_unread(graph))  # of stacks that arrays take the place of
     return Traced(graph, forms, caching, recorder.tracers)
+
+
+def in_one_way(record: Callable, registry: Registry) -> Any:
+    """Returns what is recorded, again where operands changed meanwhile."""
+    looks = itertools.count()
+
+    def assumed() -> int:
+        """The operands: where they change, the same is recorded in two ways."""
+        more = () if next(looks) > 2 * MAX_RECORDINGS else ("numbers", "variants")
+        return registry.assumptions.version("shared", *more)
+
+    return until_guards_hold(lambda: deeply(record), assumed)
 
 
 def _overflow(
@@ -150,10 +159,10 @@ def _overflow(
     return None
 
 
-def _record(fn, registry, instances, arrange, read, noting):
+def record_instances(fn, registry, instances, arrange, read, noting, kind=Recorder):
     """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
     caller = trace_of_caller()
-    recorder = Recorder(registry, caller, read, noting=noting)
+    recorder = kind(registry, caller, read, noting=noting)
     registry.slow_calls.clear()
     registry.num_repeated = 0
     end = ending(recorder)
@@ -171,10 +180,11 @@ def _record_all(fn, recorder, instances, arrange):
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     shared = recorder.share()
     calls, references, groups = recorder.call_specs, recorder.references, recorder.input_group
-    _, arrays, numbers, types, rows = instances
+    _, arrays, numbers, types, rows, constants = instances
     for i, instance in enumerate(instances.mapped):
         in_rows = rows[i] if rows else ()
-        mapped = recorder.begin(instance, arrays[i], types and types(i), in_rows)
+        made = constants[i] if constants else ()
+        mapped = recorder.begin(instance, arrays[i], types and types(i), in_rows, made)
         try:
             result = fn(*arrange(shared, mapped))
             if type(result) is Value:

@@ -81,6 +81,8 @@ class Registry:
       num_repeated, line_repeated: operations on shared values that were met, and where one is, if
         they were many.
       constants: results of operations on concrete values.
+      lengths_made: of arrays computed so, by (shape without length, dtype).
+      takes_arrays: whether operations on shared values alone may read arrays of an instance.
       assumptions: what is constant, as few variants of it were met.
       lifting: which numbers that operations hold are operands.
       unseen: ids of types of cells that read arrays which are found nowhere: they are traced
@@ -133,6 +135,8 @@ class Registry:
         self.line_repeated = ""
         self.slow_calls: collections.Counter[tuple[str, str]] = collections.Counter()
         self.constants = memory_of_constants(budget)
+        self.takes_arrays = True
+        self.lengths_made: dict[tuple, set[int]] = {}
         self._ids: dict[Hashable, Any] = {}
         self._value_type_ids: dict[tuple, int] = {}  # by what makes them, for those met before
         self.keys = Keys(budget)
@@ -375,6 +379,23 @@ class Registry:
             self._intern(self.node_types, node_type), tuple(results), first.tree
         )
         return call_spec
+
+    def scratch(self) -> "Registry":
+        """Returns a registry for the same arguments in which nothing has been met.
+
+        Results of operations on concrete values are the same objects in both. Whatever reads arrays
+        of the instance depends on it.
+        """
+        avals = [value.aval for value in self.shared[: self.num_leaves]]
+        other = Registry(avals, self.structure, None, self.bounds_loops)
+        other.constants, other.takes_arrays = self.constants, False
+        return other
+
+    def read_as(self, other: "Registry") -> None:
+        """Has recordings from now on read what those of another registry do."""
+        self.reached, self.things_reached = other.reached, other.things_reached
+        self.keys.reached = self.reached
+        self.arrays_reached, self.is_traced = other.arrays_reached, other.is_traced
 
     def read(self, reached: Reached) -> None:
         """Sets the values that recordings from now on read besides their arguments."""
@@ -655,6 +676,8 @@ class Registry:
           numbers: the scalars among its other arguments.
           arrays: the arrays among them.
         """
+        if arrays and not self.takes_arrays:
+            return True
         if any(self.shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
             return True
         of, holds = (operation, args), self.assumptions.holds

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from jedbatch._record.operations.floats import Floats
 from jedbatch._record.operations.sequences import Sequences
 from jedbatch._record.passes.coalesce import Coalescing
 from jedbatch._record.passes.lists import StackedLists
+from jedbatch._record.run.constants import Constants
 from jedbatch._record.run.rows import CallsOfRows
 from jedbatch._record.types.registry import MAX_READ_STATES, Registry
 from jedbatch._session.options import Options
@@ -118,7 +119,9 @@ class RecordCache:
       expansion: of graphs for all lengths to graphs for those of a minibatch.
       floats: of instances, which may be operands.
       sequences: of whole numbers in instances, which may be arrays.
+      constants: of instances, which may be arrays of any length.
       calls_of_rows: whether instances are recorded as calls of a cell that gets rows of arrays.
+      number: of what recordings read besides their arguments.
       num_recorded: minibatches of which some instances had to be recorded.
       num_types: node types that were known after the last one of these.
     """
@@ -128,6 +131,7 @@ class RecordCache:
         self.num_recorded = self.num_types = 0
         self.floats = Floats(registry.assumptions, registry.budget)
         self.sequences = Sequences(registry.assumptions)
+        self.constants = Constants(registry, options.cache_size)
         self.calls_of_rows = CallsOfRows(options.granularity is None)
         self.coalescing = Coalescing(registry, asked=options.granularity == "auto")
         self.passes: list[Callable[[Graph], Graph]] = [registry.pad]
@@ -136,7 +140,7 @@ class RecordCache:
         self.warns_of_operations = options.granularity is None
         self._limit = options.cache_size
         self._known: dict[int, Memories] = Memory(MAX_READ_STATES)
-        self._number = NOWHERE.number
+        self.number = NOWHERE.number
         self.by_key, self.by_id, self.with_arrays = self._memories(NOWHERE.number)
         registry.read(NOWHERE)
         self._families: Memory = Memory(self._limit, registry.budget, _bytes_of_family)
@@ -147,9 +151,9 @@ class RecordCache:
     def read(self, reached: Reached) -> None:
         """Sets what recordings read besides their arguments, until `nothing_to_read` is called."""
         self.registry.read(reached)
-        if reached.number == self._number:
+        if reached.number == self.number:
             return
-        self._number = reached.number
+        self.number = reached.number
         self.by_key, self.by_id, self.with_arrays = self._memories(reached.number)
 
     def _memories(self, number: int) -> Memories:
@@ -165,7 +169,7 @@ class RecordCache:
 
     def nothing_to_read(self) -> None:
         """Makes recordings from now on read their arguments alone; releases the arrays."""
-        self.registry.read(NOWHERE._replace(number=self._number))
+        self.registry.read(NOWHERE._replace(number=self.number))
 
     def look(
         self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Array]]
@@ -208,7 +212,7 @@ class RecordCache:
           instances: to find.
           reached: what recordings read besides; not the arrays, which may be others.
         """
-        if not self.with_arrays.bytes or reached.number != self._number:
+        if not self.with_arrays.bytes or reached.number != self.number:
             return None
         found = self.with_arrays.find(instances, self._learned)
         if found is not None:
@@ -261,7 +265,7 @@ class RecordCache:
         """Returns assumptions about lengths, numbers, floats and lists, and granularity."""
         version = self.registry.assumptions.version
         versions = version("types", "shared", "lengths", "regions", "floats", "sequences")
-        return versions, self.floats.apart
+        return versions + version("constants"), self.floats.apart
 
     @property
     def shown(self) -> tuple[str, ...]:
@@ -272,6 +276,11 @@ class RecordCache:
         if (why := self.calls_of_rows.why) is not None:
             shown.append(f"an instance is one call that gets the rows of arrays, since {why}")
         return tuple(shown)
+
+    def leave_constants(self, *_: Any) -> NoReturn:
+        """Takes constants for what they are, as Python needs values; raises `GuardFailed`."""
+        self.constants.leave()
+        raise GuardFailed
 
     def forget_records(self) -> None:
         """Forgets all records: types they are of have become others."""

@@ -43,6 +43,7 @@ from jedbatch._record.instances.key import (
 from jedbatch._record.operations.floats import Floating, without_floats
 from jedbatch._record.operations.sequences import Sequenced
 from jedbatch._record.passes.coalesce import has_cells
+from jedbatch._record.run.constants import constants_made
 from jedbatch._record.run.rows import of_rows
 from jedbatch._record.run.trace import Instances, trace
 from jedbatch._record.run.units import Unit, Units
@@ -180,6 +181,8 @@ class Recording:
         if floating:
             instances = [floating.get(i, x) for i, x in enumerate(instances)]
             changed |= floating
+        constants = self._take_constants(cache, instances, others, keys, arrays, read)
+        changed |= constants
         are_plain = are_plain and not changed
         given = cache.look(keys, arrays)
         if are_plain:  # without arrays
@@ -204,11 +207,17 @@ class Recording:
         revision = cache.revision
         mine, types = [instances[i] for i in new], [given[i] for i in new]
         to_record = Instances(mine, [arrays[i] for i in new], new)
+        if constants:
+            made = [constants.get(i, ()) for i in new]
+            to_record, read = to_record._replace(constants=made), cache.leave_constants
         with self._with_numbers(cache, mine):
             graphs, keep, tracers = self._record(
                 cache, to_record, types, [keys[i] for i in new], read
             )
         cache.check(revision)
+        if self.key is None and cache.constants.begin():
+            cache.forget_records()
+            raise GuardFailed
         fresh = dict(zip(new, graphs, strict=True))
         for i, k in enumerate(keys):
             if records[i] is None:
@@ -296,6 +305,44 @@ class Recording:
                 found[i], operands = made
                 keys[i] = *without, ("floats", form.arithmetic.read)
                 arrays[i] = form.arrays(arrays[i], operands)
+        return found
+
+    def _take_constants(
+        self,
+        cache: RecordCache,
+        instances: Sequence[tuple],
+        which: Sequence[int],
+        keys: list[Hashable],
+        arrays: list[Any],
+        read: Callable | None,
+    ) -> dict[int, list[Any]]:
+        """Returns the constants of instances that have some; writes their keys and arrays."""
+        constants = cache.constants
+        if self.key is not None or cache.lengths.off or not constants.are_looked_for:
+            return {}
+        by_key = {i: (cache.number, keys[i]) for i in which if keys[i] is not None}
+        known = {i: constants.known.get(key) for i, key in by_key.items()}
+        new = [i for i in which if known.get(i) is None]
+        if new:
+            mine = Instances([instances[i] for i in new], [arrays[i] for i in new], new)
+            try:
+                made = constants_made(self.fn, constants.scratch, mine, self.join, read)
+            except Exception:  # recording them otherwise fails again
+                constants.leave()
+                return {}
+            for i, own in zip(new, constants.of_any_length(made), strict=True):
+                known[i] = own
+                if i in by_key:
+                    constants.known[by_key[i]] = own
+        found = {i: own for i, own in known.items() if own}
+        for i, own in found.items():
+            key = keys[i]
+            if key is not None and not isinstance(key, tuple):
+                subject = instances[i][0] if len(instances[i]) == 1 else instances[i]
+                key = written_key(subject, self.classes)[0]
+            tokens = [("array", *array_type(x)) for x in own]
+            keys[i] = None if key is None else (*key, ("constants", len(own)), *tokens)
+            arrays[i] = [*arrays[i], *own]
         return found
 
     @contextlib.contextmanager
@@ -388,7 +435,8 @@ class Recording:
         options: Any = {"arrange": self.join, "read": read}
         record = functools.partial(trace, self.fn, cache.registry, **options)
         calls = cache.calls_of_rows
-        if not (calls.may_be_made and self.key is None and any(instances.arrays)):
+        may_be_rows = calls.may_be_made and self.key is None and any(instances.arrays)
+        if instances.constants or not may_be_rows:
             return record_and_warn(cache, record, instances)
         families, varied = zip(*map(cache.lengths.varied, keys), strict=True)
         rows = list(map(calls.leaves, varied, instances.arrays))

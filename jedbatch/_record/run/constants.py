@@ -1,0 +1,169 @@
+"""Constants of instances: the arrays that a function makes itself, of any length.
+
+    def score(params, text):
+        words = jnp.array([VOCABULARY[word] for word in text.split()])
+        return readout(params, params["E"][words])
+
+To JAX `words` is a constant, int32[7] in one instance and int32[12] in the next, and what is done
+with it would have a type for each length. Where constants differ in length from instance to
+instance, they are arrays of the instance, behind those in its arguments, and may then have any
+length like these (see `_ragged.lengths`). Which there are is found by recording an instance by its
+shapes first, with types of no account; that takes as long again, once for each instance.
+
+The function still sees how long they are where it looks at what it made them of, as `text` here.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jedbatch._record.identity.primitives import identity_of_array
+from jedbatch._record.run.recorder import Recorder
+from jedbatch._record.run.trace import Instances, in_one_way, record_instances
+from jedbatch._record.types.registry import Registry
+from jedbatch._support.caches import Memory
+from jedbatch._support.types import Array
+
+FEW_LENGTHS = 4  # of arrays alike that are met before constants are looked for
+FEW_INSTANCES = 3  # of different lengths that make constants arrays of any length
+MOST_TRIED = 64  # instances without such arrays, before nobody looks for them any more
+MOST_TYPES = 4096  # of no account, before they are forgotten
+
+Kind = tuple[tuple[int, ...], Any]  # shape without length, and dtype
+
+
+class Constants:
+    """Which constants of instances have any length, and those of instances that were met.
+
+    Args:
+      registry: of the types of all instances.
+      limit: instances whose constants are kept.
+
+    Attributes:
+      known: the constants of an instance, by what decides them.
+      are_looked_for: whether instances may have some.
+    """
+
+    def __init__(self, registry: Registry, limit: int):
+        self._registry = registry
+        self._scratch: Registry | None = None
+        self._num_groups = 0
+        self._met: dict[Kind, set[frozenset[int]]] = {}
+        self._always: dict[Kind, set[int]] = {}  # lengths that all instances have
+        self._left = MOST_TRIED
+        self.known: dict[Hashable, list[Array]] = Memory(limit, registry.budget, _bytes_of)
+        self.are_looked_for = False
+
+    def begin(self) -> bool:
+        """Looks for constants from now on if arrays that were met have several lengths.
+
+        Returns whether it begins, so that what was recorded is to be recorded again.
+        """
+        if self.are_looked_for or not self._left:
+            return False
+        lengths, groups = self._registry.lengths_made, self._registry.groups
+        for how, number, *_ in groups[self._num_groups :]:
+            given = self._registry.value_types[number]
+            if how == "value" and given.shape:
+                lengths.setdefault((given.shape[1:], given.dtype), set()).add(given.shape[0])
+        self._num_groups = len(groups)
+        self.are_looked_for = any(len(found) >= FEW_LENGTHS for found in lengths.values())
+        if self.are_looked_for:
+            self._registry.assumptions.fail("constants")
+        return self.are_looked_for
+
+    def leave(self) -> None:
+        """Takes constants for what they are, for good."""
+        self.are_looked_for, self._left, self._scratch = False, 0, None
+        self._registry.assumptions.fail("constants")
+
+    @property
+    def scratch(self) -> Registry:
+        """The registry of types of no account."""
+        if self._scratch is None or self._scratch.size > MOST_TYPES:
+            self._scratch = self._registry.scratch()
+        self._scratch.read_as(self._registry)
+        return self._scratch
+
+    def of_any_length(self, made: Sequence[Sequence[Array]]) -> list[list[Array]]:
+        """Returns those of the constants of each instance whose lengths differ.
+
+        Args:
+          made: the arrays that each instance makes.
+        """
+        for arrays in made:
+            lengths: dict[Kind, set[int]] = {}
+            for x in arrays:
+                lengths.setdefault(_kind(x), set()).add(x.shape[0])
+            for kind, found in lengths.items():
+                self._always[kind] = self._always.get(kind, found) & found
+                met = self._met.setdefault(kind, set())
+                if len(met) < FEW_INSTANCES:
+                    met.add(frozenset(found))
+        every = [[x for x in own if self._has_any_length(x)] for own in made]
+        self._left = MOST_TRIED if any(every) else max(self._left - len(made), 0)
+        if not self._left:
+            self.leave()
+        return every
+
+    def _has_any_length(self, x: Array) -> bool:
+        """Returns whether arrays like this differ in length, and not all instances have its own."""
+        kind = _kind(x)
+        return len(self._met[kind]) >= FEW_INSTANCES and x.shape[0] not in self._always[kind]
+
+
+class Noting(Recorder):
+    """Notes the arrays that instances make of what are no arrays, or by NumPy.
+
+    Attributes:
+      noted: those of each instance, by their identity.
+    """
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.noted: list[dict[Hashable, Any]] = []
+        self._derived: set[Hashable] = set()
+
+    def begin(self, *args: Any) -> Any:
+        """Begins with the next instance."""
+        self.noted.append({})
+        return super().begin(*args)
+
+    def made(self, out: list[Any], args: Sequence[Any]) -> list[Any]:
+        """Notes what is computed, but not of what is noted."""
+        arrays: dict[Hashable, Any] = {id(x): x for x in super().made(out, args) if np.ndim(x)}
+        if self._derived.isdisjoint(map(id, args)):
+            self.noted[-1].update(arrays)
+        self._derived.update(arrays)
+        return out
+
+
+def constants_made(
+    fn: Callable,
+    registry: Registry,
+    instances: Instances,
+    arrange: Callable,
+    read: Callable | None = None,
+) -> list[list[Any]]:
+    """Returns the arrays that each instance makes; for arguments see `trace`."""
+    record = functools.partial(
+        record_instances, fn, registry, instances, arrange, read, None, Noting
+    )
+    recorder, *_, ends = in_one_way(record, registry)
+    _, _, _, values = recorder.written
+    for own, (begin, end) in zip(recorder.noted, itertools.pairwise(ends), strict=True):
+        for x in values[begin[2] : end[2]]:
+            if isinstance(x, np.ndarray) and x.ndim and id(x) not in registry.things_reached:
+                own[identity_of_array(x)] = x
+    return [list(own.values()) for own in recorder.noted]
+
+
+def _kind(x: Array) -> Kind:
+    return x.shape[1:], np.dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype
+
+
+def _bytes_of(_: Hashable, arrays: list[Array]) -> int:
+    return sum(x.nbytes for x in arrays)
