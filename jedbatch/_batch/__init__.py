@@ -13,18 +13,17 @@ Read in this order:
 6. `pickling`: Pickling what other processes are sent: functions by name where they have one there.
 7. `planner`: `Planner`: minibatches are planned in other processes, and attached here.
 8. `processes`: Planning in processes of its own: `Batched.plans(..., workers=N)`.
-9. `resuming`: `Plans`: plans of one minibatch after the other, from any position on.
-10. `ahead`: Planning ahead: minibatches are planned in a thread while the device computes.
-11. `one_by_one`: Results one by one, on the host, as streams and servers ask a batched function
+9. `ahead`: Planning ahead: minibatches are planned in a thread while the device computes.
+10. `one_by_one`: Results one by one, on the host, as streams and servers ask a batched function
     for them.
-12. `streaming`: Streams: results of any number of instances, one by one, in bounded memory.
-13. `lane_counts`: `Batched.lane_steps`: counts of what loops and branches run that values decide
+11. `streaming`: Streams: results of any number of instances, one by one, in bounded memory.
+12. `lane_counts`: `Batched.lane_steps`: counts of what loops and branches run that values decide
     on.
-14. `learning`: `Batched.learn`: a policy learned from the graph of some instances; nothing is
+13. `learning`: `Batched.learn`: a policy learned from the graph of some instances; nothing is
    computed.
-15. `batched`: `Batched`: a function of many instances, made of one of one instance.
-16. `batch`: the composition of everything else.
-17. `calibrate`: The costs of batches on this machine.
-18. `cores`: The cores of a CPU as devices of a mesh, one for each shard of a minibatch.
-19. `info`: The installation: versions, devices, and whether planning is compiled.
+14. `batched`: `Batched`: a function of many instances, made of one of one instance.
+15. `batch`: the composition of everything else.
+16. `calibrate`: The costs of batches on this machine.
+17. `cores`: The cores of a CPU as devices of a mesh, one for each shard of a minibatch.
+18. `info`: The installation: versions, devices, and whether planning is compiled.
 """

@@ -2,14 +2,19 @@
 
 Planning is work of the host and running is work of the device, which JAX dispatches and does not
 wait for. A thread plans the minibatches to come, in order, and stays a few of them ahead.
+
+Minibatches are so read and planned before their plans are asked for. A checkpoint needs the
+position of what was handed out, not of what was read: the position after each minibatch is kept
+until its plan is handed out.
 """
 
 import atexit
+import collections
+import copy
 import functools
-import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -17,12 +22,11 @@ from jax.sharding import Mesh
 from jedbatch import checks
 from jedbatch._batch.calling import plan
 from jedbatch._batch.on_devices import AxisNames, agreed_plans, checked_devices, proposals
-from jedbatch._batch.planner import Planner
-from jedbatch._batch.processes import Pool, in_processes
-from jedbatch._batch.resuming import Plans
+from jedbatch._batch.processes import planned_in_processes
 from jedbatch._program.plan import Plan
 from jedbatch._record.run.thread_settings import ThreadSettings
 from jedbatch._session.core import Core
+from jedbatch._session.records.arguments import Minibatches
 
 MAX_AHEAD, MAX_WORKERS = 1024, 256
 END = object()
@@ -37,7 +41,7 @@ def plans(
     workers: int,
     mesh: Mesh | None,
     axis: AxisNames,
-) -> Plans:
+) -> "Plans":
     """Returns plans for minibatches; see `Batched.plans`."""
     checks.flag("plans", "gradient", gradient)
     checks.whole("plans", "ahead", ahead, least=0, most=MAX_AHEAD)
@@ -50,75 +54,30 @@ def plans(
         )
     settings = ThreadSettings()
 
-    def start(rows: Iterator[list[Any]], first: int) -> Iterator[Plan]:
+    def start(rows: Iterator[list[Any]]) -> Iterator[Plan]:
         if workers:
-            return planned_in_processes(core, rows, gradient, ahead, workers, first)
+            return planned_in_processes(core, rows, gradient, max(ahead, workers), workers)
         if devices is not None and devices.num_processes > 1:
             proposed = proposals(core, rows, gradient, devices)
-            propose = functools.partial(settings.run, lambda: next(proposed, END))
-            return agreed_plans(core, in_thread(propose, ahead) if ahead else in_turn(propose))
-        numbers = itertools.count(first)
-
-        def make() -> Any:
-            number = next(numbers)
-            try:
-                found: Any = next(rows, END)
-                return END if found is END else plan(core, found, gradient, devices)
-            except Exception as error:
-                error.add_note(f"This happened while minibatch {number} was planned.")
-                raise
-
-        if not ahead:
-            return in_turn(functools.partial(settings.run, make))
-        return in_thread(functools.partial(settings.run, make), ahead)
+            return agreed_plans(core, made_ahead(proposed, ahead, settings))
+        made = (plan(core, tuple(row), gradient, devices) for row in rows)
+        return made_ahead(made, ahead, settings)
 
     return Plans(core.arguments.minibatches(args), start)
 
 
-def planned_in_processes(
-    core: Core,
-    rows: Iterator[list[Any]],
-    gradient: bool,
-    ahead: int,
-    workers: int,
-    number: int = 0,
-) -> Iterator[Plan]:
-    """Yields plans of minibatches, of all but the first in processes; see `plans`.
+def made_ahead(made: Iterator[Any], ahead: int, settings: ThreadSettings) -> Iterator[Any]:
+    """Yields what an iterator makes in a thread, as many before they are asked for.
 
-    `number` is that of the first, for messages.
+    With 0 they are made when they are, in the thread of the caller. Nobody waits for the thread
+    where this is closed: it may wait for data, or for what the thread holds that closes it. Garbage
+    collection may close it anywhere, and so there are no locks but those of simple queues, which
+    can be put to while they are held.
     """
-    first: Any = next(rows, END)
-    if first is END:
+    make = functools.partial(settings.run, functools.partial(next, made, END))
+    if not ahead:
+        yield from iter(make, END)
         return
-    shared, sample = core.arguments.split(first)
-    try:
-        planner = Planner(core, shared, sample, gradient)
-        plan = planner._plan(sample)
-    except Exception as error:
-        error.add_note(f"This happened while minibatch {number} was planned.")
-        raise
-    pool = Pool(planner, workers)
-    try:
-        yield plan
-        instances = (core.arguments.split(row)[1] for row in rows)
-        yield from in_processes(planner, pool, instances, max(ahead, workers), number)
-    finally:
-        pool.close()
-
-
-def in_turn(make: Callable[[], Any]) -> Iterator[Any]:
-    """Yields what a function makes until that is `END`."""
-    while (made := make()) is not END:
-        yield made
-
-
-def in_thread(make: Callable[[], Any], ahead: int) -> Iterator[Any]:
-    """Yields the same, made in a thread, a few before they are asked for.
-
-    Nobody waits for the thread where the iterator is closed: it may wait for data, or for what the
-    thread holds that closes it. Garbage collection may close it anywhere, and so there are no locks
-    but those of simple queues, which can be put to while they are held.
-    """
     outcomes: queue.SimpleQueue = queue.SimpleQueue()  # (what was made, an error or None)
     turns: queue.SimpleQueue = queue.SimpleQueue()  # an item for each that may be made
     closed: list[bool] = []
@@ -161,3 +120,100 @@ def in_thread(make: Callable[[], Any], ahead: int) -> Iterator[Any]:
             yield made
     finally:
         close()
+
+
+class Plans(Iterator[Plan]):
+    """An iterator of plans, whose position can be stored and continued, as those of Grain can.
+
+    It ends what plans ahead once it is closed, or left and forgotten.
+    """
+
+    def __init__(
+        self,
+        minibatches: Minibatches,
+        start: Callable[[Iterator[list[Any]]], Iterator[Plan]],
+    ):
+        """Begins to plan.
+
+        Args:
+          minibatches: the arguments of each.
+          start: from the arguments of minibatches to their plans.
+        """
+        self._minibatches, self._start = minibatches, start
+        self._state = minibatches.get_state()
+        self._read: collections.deque[dict[str, Any]] = collections.deque()  # not handed out
+        self._made: Any = start(_noting(minibatches, self._read))
+
+    def __repr__(self) -> str:
+        return f"Plans: {self._state['position']} handed out, {len(self._read)} more read ahead"
+
+    def __next__(self) -> Plan:
+        try:
+            plan: Plan = next(self._made)
+        except StopIteration:
+            raise
+        except Exception as error:
+            number = self._state["position"]
+            error.add_note(f"This happened while minibatch {number} was planned.")
+            raise
+        self._state = self._read.popleft()
+        return plan
+
+    def close(self) -> None:
+        """Ends planning ahead; there are no plans after that, unless a state is set."""
+        self._made.close()
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns the position after the last plan that was handed out.
+
+        Returns:
+          A dict for a checkpoint, of numbers and of what the loader of data calls its state: JSON,
+          if that is. Minibatches that were planned ahead are not counted.
+
+        Examples:
+          >>> import jax.numpy as jnp, jedbatch
+          >>> double, minibatches = jedbatch.batch(lambda w, x: w * x), [[1.0], [2.0], [3.0]]
+          >>> plans = double.plans(jnp.ones(()), minibatches)
+          >>> _ = next(plans)
+          >>> state = plans.get_state()                 # for a checkpoint
+          >>> again = double.plans(jnp.ones(()), minibatches)
+          >>> again.set_state(state)
+          >>> [double.apply(jnp.ones(()), plan).tolist() for plan in again]
+          [[2.0], [3.0]]
+        """
+        return copy.deepcopy(self._state)
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Continues from a position that `get_state` returned, here or in another process.
+
+        Minibatches must be the same as there, in the same order. Loaders of data whose iterators
+        have `get_state` and `set_state`, such as Grain's, go there at once; of others, minibatches
+        before it are read once more and left out.
+
+        Args:
+          state: what `get_state` returned.
+
+        Raises:
+          TypeError: it is no such state.
+          ValueError: there are fewer minibatches, or they come from an iterator that cannot begin
+            again.
+        """
+        if not isinstance(state, Mapping) or set(state) != {"position", "sources"}:
+            raise TypeError(
+                f"`Plans.set_state` got {checks.shown(state)}; expected what `get_state` returned, "
+                'a dict with "position" and "sources".'
+            )
+        checks.whole("Plans.set_state", "position", state["position"])
+        self.close()
+        there = Plans(self._minibatches.at(state), self._start)
+        self._minibatches, self._state = there._minibatches, there._state
+        self._read, self._made = there._read, there._made
+
+
+def _noting(
+    minibatches: Minibatches, read: collections.deque[dict[str, Any]]
+) -> Iterator[list[Any]]:
+    """Yields the arguments of minibatches; notes the position after each."""
+    for arguments in minibatches:
+        read.append(minibatches.get_state())
+        yield arguments

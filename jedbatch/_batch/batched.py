@@ -14,13 +14,12 @@ from typing import Any, Generic, TypeVar, TypeVarTuple
 import jax
 
 from jedbatch import checks
-from jedbatch._batch.ahead import plans
+from jedbatch._batch.ahead import Plans, plans
 from jedbatch._batch.calling import apply, call, plan
 from jedbatch._batch.lane_counts import lane_steps
 from jedbatch._batch.learning import learn
 from jedbatch._batch.on_devices import checked_devices
 from jedbatch._batch.planner import Planner, planner
-from jedbatch._batch.resuming import Plans
 from jedbatch._batch.streaming import stream
 from jedbatch._batch.warming import warm
 from jedbatch._export.exported import NO_EXECUTABLES, Exported

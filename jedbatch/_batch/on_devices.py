@@ -1,5 +1,6 @@
 """Minibatches over several devices: what `plan`, `apply` and `warm` do with a mesh."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -191,21 +192,14 @@ def proposals(
     core: Core, rows: Iterator[list[Any]], gradient: bool, devices: DeviceAxis
 ) -> Iterator[Proposal]:
     """Yields the minibatches of this process, and at last that there are no more, or an error."""
-    number = 0
-    while True:
-        try:
-            row = next(rows, None)
-            if row is None:
-                yield Proposal(devices, gradient)
-                return
+    try:
+        for row in rows:
             shared, instances = core.arguments.split(row)
-            proposal = Proposal.of(core, shared, instances, gradient, devices)
-        except Exception as error:
-            proposal = Proposal(devices, gradient, error=error)
-        if proposal.error is not None:
-            proposal.error.add_note(f"This happened while minibatch {number} was planned.")
-        yield proposal
-        number += 1
+            yield Proposal.of(core, shared, instances, gradient, devices)
+    except Exception as error:
+        yield Proposal(devices, gradient, error=error)
+    else:
+        yield Proposal(devices, gradient)
 
 
 def agreed_plans(core: Core, made: Any) -> Iterator[Plan]:
@@ -215,14 +209,8 @@ def agreed_plans(core: Core, made: Any) -> Iterator[Plan]:
       core: of the batched function.
       made: proposals, which another thread may have made.
     """
-    try:
-        for proposal in made:
-            plan = agreed_plan(core, proposal)
-            if plan is None:
-                return
-            yield plan
-    finally:
-        made.close()
+    with contextlib.closing(made):
+        yield from iter(lambda: agreed_plan(core, next(made)), None)
 
 
 def check_stacked(core: Core) -> None:

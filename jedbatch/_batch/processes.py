@@ -1,7 +1,7 @@
 """Planning in processes of its own: `Batched.plans(..., workers=N)`.
 
-Processes are spawned, and begin by importing the function, which takes seconds; until then,
-minibatches are planned here. Plans come in the order of the minibatches.
+Processes are spawned, and begin by importing the function, which takes seconds, while the first
+minibatch is used, which is planned here. Plans come in the order of the minibatches.
 """
 
 import collections
@@ -16,10 +16,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from typing import Any
 
 from jedbatch._batch.pickling import dumps
 from jedbatch._batch.planner import CHANGED, Planner, PlannerCopy, Prepared, named
 from jedbatch._program.plan import Plan
+from jedbatch._session.core import Core
 
 ENDED = (
     "a process that plans has ended. If it could not start, it has said above why; in a script, "
@@ -28,8 +30,34 @@ ENDED = (
 _copies: list[PlannerCopy] = []  # of this process, if it plans for another one
 
 
+def planned_in_processes(
+    core: Core, rows: Iterator[list[Any]], gradient: bool, ahead: int, workers: int
+) -> Iterator[Plan]:
+    """Yields plans of minibatches, of all but the first in processes; see `Batched.plans`.
+
+    Args:
+      core: of the batched function.
+      rows: the arguments of each minibatch.
+      gradient: whether plans will be differentiated.
+      ahead: minibatches that are read before they are needed.
+      workers: how many processes there are.
+    """
+    row = next(rows, None)
+    if row is None:
+        return
+    shared, sample = core.arguments.split(row)
+    planner = Planner(core, shared, sample, gradient)
+    plan = planner._plan(sample)
+    pool = Pool(planner, workers)
+    try:
+        yield plan
+        yield from in_processes(pool, (core.arguments.split(row)[1] for row in rows), ahead)
+    finally:
+        pool.close()
+
+
 class Pool:
-    """Processes that plan.
+    """Processes that plan, which begin by importing the function.
 
     Args:
       planner: that is sent to them.
@@ -37,105 +65,63 @@ class Pool:
     """
 
     def __init__(self, planner: Planner, workers: int):
-        self._planner = planner
+        self.planner = planner
         self._version = planner._programs().version
         self._executor = concurrent.futures.ProcessPoolExecutor(
             workers, multiprocessing.get_context("spawn"), _begin, (planner._pickled(),)
         )
         with _on_cpus():
-            self._started = [self._executor.submit(_start) for _ in range(workers)]
-
-    def is_ready(self) -> bool:
-        """Returns whether a process has begun to plan; raises an error if one has ended."""
-        return any(future.done() and future.result() is None for future in self._started)
-
-    def wait(self) -> None:
-        """Returns once all have begun to plan."""
-        for future in self._started:
-            future.result()
+            for _ in range(workers):  # each begins a process
+                self._executor.submit(int)
 
     def submit(self, instances: list[tuple]) -> "concurrent.futures.Future[bytes]":
-        """Returns a minibatch that will be prepared, without its instances; for `received`."""
+        """Returns a minibatch that will be prepared, pickled and without its instances."""
         sent = instances if len(instances[0]) > 1 else [x for (x,) in instances]
-        programs = self._planner._programs()
+        programs = self.planner._programs()
         news = pickle.dumps(programs) if programs.version != self._version else None
         return self._executor.submit(_prepare, dumps(sent), news)
 
-    def close(self) -> None:
-        """Ends the processes once they have done what they are at."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+    def close(self, cancel: bool = True) -> None:
+        """Ends the processes once they have done what they are at, or all that was submitted."""
+        self._executor.shutdown(wait=False, cancel_futures=cancel)
 
 
-def received(future: "concurrent.futures.Future[bytes]") -> Prepared:
-    """Returns a minibatch that was prepared, as soon as it is."""
-    prepared: Prepared = pickle.loads(future.result())
-    return prepared
-
-
-def in_processes(
-    planner: Planner,
-    pool: Pool,
-    minibatches: Iterator[list[tuple]],
-    ahead: int,
-    number: int = 0,
-) -> Iterator[Plan]:
-    """Yields plans of minibatches after the first, in order.
-
-    Args:
-      planner: that plans them.
-      pool: of processes.
-      minibatches: the mapped arguments of each instance of each.
-      ahead: minibatches that are read before they are needed.
-      number: of the first minibatch, for messages.
-    """
+def in_processes(pool: Pool, minibatches: Iterator[list[tuple]], ahead: int) -> Iterator[Plan]:
+    """Yields plans of minibatches in order, so many of which are read before they are needed."""
     waiting: collections.deque[Callable[[], Plan]] = collections.deque()
-    has_ended = False
-    while True:
-        while not has_ended and len(waiting) <= ahead:
-            try:
-                instances = next(minibatches, None)
-            except Exception as error:  # in its turn
-                waiting.append(functools.partial(_raised, error))
-                has_ended = True
-                continue
-            if instances is None:
-                has_ended = True
-            else:
-                waiting.append(_begun(planner, pool, instances))
-        if not waiting:
-            return
-        number += 1
-        try:
-            plan = waiting.popleft()()
-        except BrokenProcessPool as error:
-            raise RuntimeError(ENDED) from error
-        except Exception as error:
-            error.add_note(f"This happened while minibatch {number} was planned.")
-            raise
-        if has_ended and not waiting:
-            pool.close()  # whoever asks for as many plans as there are never asks for another
-        yield plan
+    try:
+        for begun in iter(lambda: _begun(pool, minibatches), None):
+            waiting.append(begun)
+            if len(waiting) > ahead:
+                yield waiting.popleft()()
+        pool.close(cancel=False)  # who asks for as many as there are never asks for another
+        while waiting:
+            yield waiting.popleft()()
+    except BrokenProcessPool as error:
+        raise RuntimeError(ENDED) from error
 
 
-def _begun(planner: Planner, pool: Pool, instances: list[tuple]) -> Callable[[], Plan]:
-    """Returns a function that gives the plan of a minibatch, which may be made elsewhere by now."""
-
-    def here(reason: str | None) -> Callable[[], Plan]:
+def _begun(pool: Pool, minibatches: Iterator[list[tuple]]) -> Callable[[], Plan] | None:
+    """Returns a function that gives the plan of the next minibatch, or raises its error."""
+    planner = pool.planner
+    try:
+        instances = next(minibatches, None)
+    except Exception as error:  # in its turn
+        return functools.partial(_raised, error)
+    if instances is None:
+        return None
+    if not planner._is_current:
+        return lambda: planner._planned_here(instances, CHANGED)
+    try:
+        future = pool.submit(instances)
+    except BrokenProcessPool:
+        raise
+    except Exception as error:
+        reason = f"it could not be sent: {named(error)}"
         return lambda: planner._planned_here(instances, reason)
 
-    try:
-        if not pool.is_ready():
-            return here(None)
-        if not planner._is_current:
-            return here(CHANGED)
-        future = pool.submit(instances)
-    except BrokenProcessPool as error:
-        return functools.partial(_raised, error)
-    except Exception as error:
-        return here(f"it could not be sent: {named(error)}")
-
     def attached() -> Plan:
-        prepared = received(future)
+        prepared: Prepared = pickle.loads(future.result())
         if prepared.reason is None and planner._is_current:
             return planner._attached(prepared)
         return planner._planned_here(instances, prepared.reason or CHANGED)
@@ -168,6 +154,7 @@ def _begin(pickled: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _copies.append(PlannerCopy(pickled))
+    _copies[0].start()
 
 
 def _end_with_parent() -> None:
@@ -176,11 +163,6 @@ def _end_with_parent() -> None:
     assert parent is not None
     parent.join()
     os._exit(1)
-
-
-def _start() -> None:
-    """Has this process import the function, and plan the sample."""
-    _copies[0].start()
 
 
 def _prepare(instances: bytes, programs: bytes | None) -> bytes:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jedbatch import checks
-from jedbatch._batch.ahead import END, MAX_AHEAD, in_thread, in_turn
+from jedbatch._batch.ahead import MAX_AHEAD, made_ahead
 from jedbatch._batch.one_by_one import OneByOne, Settled, settled
 from jedbatch._record.run.thread_settings import ThreadSettings
 from jedbatch._session.core import Core
@@ -41,15 +41,12 @@ def stream(core: Core, args: tuple, batch_size: int, ahead: int, ordered: bool) 
     shared, rows = core.arguments.streams(args)
     one_by_one = OneByOne("stream", core, shared)
     minibatches = _begun(one_by_one, shared, MinibatchSource(rows, batch_size))
-    settings, of_thread = ThreadSettings(), ThreadSettings()
-
-    def work() -> Any:
-        return of_thread.run(lambda: next(minibatches, END))
+    settings = ThreadSettings()
 
     def run(instances: Sequence[tuple]) -> list[PyTree]:
         return settings.run(lambda: one_by_one.run(shared, instances))
 
-    return _results(in_thread(work, ahead) if ahead else in_turn(work), run, ordered)
+    return _results(made_ahead(minibatches, ahead, ThreadSettings()), run, ordered)
 
 
 def _begun(

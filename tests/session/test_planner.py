@@ -21,7 +21,7 @@ from cases import planned
 
 import jedbatch
 from jedbatch._batch.planner import Planner, Prepared
-from jedbatch._batch.processes import Pool, in_processes, received
+from jedbatch._batch.processes import Pool, in_processes
 from jedbatch.errors import PlannedHereWarning
 
 rng = np.random.default_rng(0)
@@ -75,12 +75,11 @@ def assert_is_loop(batched, plan, instances, fn=planned.encode):
 
 @pytest.fixture
 def begun():
-    """Makes pools of one process that is ready, and closes them."""
+    """Makes pools of one process, and closes them."""
     pools = []
 
     def begin(planner):
         pools.append(Pool(planner, 1))
-        pools[-1].wait()
         return pools[-1]
 
     yield begin
@@ -94,7 +93,7 @@ def test_another_process_plans_what_would_be_planned_here(begun):
     pool = begun(planner)
     for _ in range(3):
         instances = minibatch()
-        prepared = received(pool.submit(single(instances)))
+        prepared = pickle.loads(pool.submit(single(instances)).result())
         assert prepared.reason is None
         plan = planner.attach(prepared)
         assert plan.graph is None
@@ -109,12 +108,12 @@ def test_another_process_plans_what_would_be_planned_here(begun):
     compiled = batched.compilations
     # A type that was not in the sample is planned here, and from then on there.
     news = [((0,), 1), (2,), *minibatch(3)]
-    prepared = received(pool.submit(single(news)))
+    prepared = pickle.loads(pool.submit(single(news)).result())
     assert "no program" in prepared.reason
     assert_is_loop(batched, planner._planned_here(single(news), prepared.reason), news)
     assert batched.compilations > compiled
     news = [(((3,), 4), 5), 6, *minibatch(3)]
-    prepared = received(pool.submit(single(news)))
+    prepared = pickle.loads(pool.submit(single(news)).result())
     assert prepared.reason is None
     compiled = batched.compilations
     assert_is_loop(batched, planner.attach(prepared), news)
@@ -160,7 +159,7 @@ def test_errors_are_those_of_planning_here():
 def test_a_process_that_ends_is_an_error(begun):
     planner = jedbatch.batch(planned.encode).planner(PARAMS, minibatch())
     pool = begun(planner)
-    plans = in_processes(planner, pool, iter([single(minibatch()) for _ in range(9)]), 2)
+    plans = in_processes(pool, iter([single(minibatch()) for _ in range(9)]), 2)
     next(plans)
     pool._executor.submit(os._exit, 1)
     with pytest.raises(RuntimeError, match="a process that plans has ended"):
@@ -176,7 +175,7 @@ def test_what_cannot_be_sent_is_planned_here(begun):
     planner = batched.planner(PARAMS, first)
     pool = begun(planner)
     locked = [(tree, Locked()) for tree in minibatch()]
-    plans = in_processes(planner, pool, iter([single(first), single(locked)]), 2)
+    plans = in_processes(pool, iter([single(first), single(locked)]), 2)
     for plan, instances in zip(plans, (first, locked), strict=True):
         assert_is_loop(batched, plan, instances, labelled)
     assert planner._num_planned_here == 1
@@ -189,13 +188,7 @@ def test_plans_come_in_order_and_processes_end():
     many = [minibatch() for _ in range(12)]
     weights = [[float(x) for x in rng.normal(size=5)] for _ in many]
 
-    def slowly():
-        for i, instances in enumerate(many):
-            if i == 3:
-                time.sleep(4)  # until the process has begun
-            yield instances
-
-    plans = batched.plans(PARAMS, slowly(), weights, workers=1)
+    plans = batched.plans(PARAMS, iter(many), weights, workers=1)
     came = []
     for instances, of_instances in zip(many, weights, strict=True):
         plan = next(plans)
@@ -233,12 +226,12 @@ import os, signal
 import jax.numpy as jnp
 import jedbatch
 from cases import planned
-from jedbatch._batch.processes import Pool, in_processes, received
+from jedbatch._batch.processes import Pool, in_processes
 
 if __name__ == "__main__":
     params = {"table": jnp.ones((9, 4)), "left": jnp.ones((4, 4))}
     pool = Pool(jedbatch.batch(planned.encode).planner(params, [1, (2, 3)]), 1)
-    pool.wait()
+    pool.submit([(1,)]).result()
     print(*pool._executor._processes, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 """
