@@ -7,13 +7,22 @@ name of a model of `jedbatch.models`. `serve` answers requests to a function of 
 
 import argparse
 import functools
+import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jedbatch
 from jedbatch._commands.lookup import CommandError
 
+COMMANDS = {  # the function that runs each, imported once it is known which
+    "demo": "demo:demo",
+    "show": "user_commands:show",
+    "learn": "user_commands:learn",
+    "bench": "user_commands:bench",
+    "serve": "serving:run",
+    "fuzz": "user_commands:fuzz",
+    "info": "user_commands:info",
+}
 MAX_SIZE = 10**9  # of sizes on the command line
 EXAMPLES = {  # with which the help of a command ends
     "demo": "demo --hidden 128",
@@ -44,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         jax.config.update("jax_platforms", args.device)
     try:
-        return args.run(args) or 0
+        run = pkgutil.resolve_name(f"jedbatch._commands.{COMMANDS[args.command]}")
+        return run(args) or 0
     except (OSError, ValueError, RuntimeError, MemoryError, ImportError) as error:
         is_of_user = ":" in getattr(args, "model", "")
         if is_of_user and not isinstance(error, OSError | CommandError):
@@ -61,17 +71,17 @@ def command_line() -> argparse.ArgumentParser:
     hidden = {"hidden": (64, "size of the states")}
     sizes = hidden | {"batch_size": (64, "instances per minibatch")}
     command(
-        demo,
+        "demo",
         "train a TreeLSTM written for one tree on minibatches of trees",
         sizes | {"epochs": (4, "passes over the trees"), "trees": (1600, "trees to use")},
     )
-    showing = command(show, "print the plan of a minibatch", sizes)
+    showing = command("show", "print the plan of a minibatch", sizes)
     add_function(showing)
     showing.add_argument("--explain", action="store_true", help="how operands are read, and why")
     showing.add_argument("--gradient", action="store_true", help="plan for training")
     showing.add_argument("--pictures", metavar="DIRECTORY", help="where to draw it as SVG files")
     learning = command(
-        learn,
+        "learn",
         "learn a policy and print what was tried",
         hidden | {"batch_size": (32, "instances to learn from")},
     )
@@ -79,7 +89,7 @@ def command_line() -> argparse.ArgumentParser:
     learning.add_argument("--verbose", action="store_true", help="print all states of the policy")
     learning.add_argument("--save", metavar="FILE", help="where to write the policy, as JSON")
     benching = command(
-        bench,
+        "bench",
         "measure how fast it runs, against the loop over single instances",
         sizes | {"minibatches": (8, "minibatches never seen before, to plan")},
     )
@@ -97,7 +107,7 @@ def command_line() -> argparse.ArgumentParser:
         help="leave out gradients, whose programs take longer to compile",
     )
     serving = command(
-        serve,
+        "serve",
         "answer requests over HTTP, many at a time; needs `pip install 'jedbatch[serve]'`",
         {
             "max_batch": (64, "requests in a minibatch at most"),
@@ -125,7 +135,7 @@ def command_line() -> argparse.ArgumentParser:
     policy = "a saved policy; the model's own by default"
     benching.add_argument("--policy", metavar="FILE", help=policy)
     fuzzing = command(
-        fuzz,
+        "fuzz",
         "compare random programs with the loop over instances; needs `pip install hypothesis`",
         {
             "programs": (100, "how many"),
@@ -137,25 +147,25 @@ def command_line() -> argparse.ArgumentParser:
         "--first", type=int, default=0, help="the number of the first program (default %(default)s)"
     )
     fuzzing.add_argument("--plans", action="store_true", help="only plan, and check the plans")
-    command(info, "print versions and devices, and whether planning is compiled", {})
+    command("info", "print versions and devices, and whether planning is compiled", {})
     return parser
 
 
 def add_command(
-    commands: Any, run: Callable[..., Any], help: str, sizes: dict[str, tuple[int, str]]
+    commands: Any, name: str, help: str, sizes: dict[str, tuple[int, str]]
 ) -> argparse.ArgumentParser:
     """Adds a command with the options that all have, and sizes: (default, meaning) by name."""
-    example = f"example: jedbatch {EXAMPLES[run.__name__]}"
-    parser = commands.add_parser(run.__name__, help=help, description=help, epilog=example)
-    parser.set_defaults(run=run, sizes=tuple(sizes))
-    if run is demo:
+    example = f"example: jedbatch {EXAMPLES[name]}"
+    parser = commands.add_parser(name, help=help, description=help, epilog=example)
+    parser.set_defaults(sizes=tuple(sizes))
+    if name == "demo":
         parser.add_argument("--data", metavar="FILE", help="a treebank, one tree a line")
-    elif run is serve:
+    elif name == "serve":
         named = (
             "a function of one instance, plain or batched, as module:function or file.py:function"
         )
         parser.add_argument("model", metavar="function", help=named)
-    elif run not in (fuzz, info):
+    elif name not in ("fuzz", "info"):
         parser.add_argument(
             "model",
             help="a function of one instance, as module:function or file.py:function; a model of "
@@ -171,16 +181,16 @@ def add_command(
         )
     parser.add_argument("--device", help="cpu, gpu or tpu; JAX's choice by default")
     parser.add_argument("--seed", type=int, default=0, help="(default %(default)s)")
-    for name, (default, explanation) in sizes.items():
+    for size, (default, explanation) in sizes.items():
         help = f"{explanation} (default {default})"
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=help)
+        parser.add_argument(f"--{size.replace('_', '-')}", type=int, default=default, help=help)
     return parser
 
 
 def add_function(parser: argparse.ArgumentParser) -> None:
     """Adds what is said of a function of the user's."""
     of_files = ""
-    if parser.get_default("run") is serve:
+    if parser.prog.endswith("serve"):
         of_files = "; or a file that `jedbatch.serve.save_params` wrote, FILE.npz"
     for option, kind in (
         ("params", "what all instances share"),
@@ -194,62 +204,6 @@ def add_function(parser: argparse.ArgumentParser) -> None:
             f"there that makes it (default {option}); repeated where there are more arguments"
             f"{of_files if option == 'params' else ''}",
         )
-
-
-def demo(args: argparse.Namespace) -> None:
-    """Trains the TreeLSTM of `jedbatch.models.tree` and prints what happens."""
-    from jedbatch._commands.demo import demo
-
-    demo(args)
-
-
-def show(args: argparse.Namespace) -> None:
-    """Prints the plan of a minibatch, and draws it."""
-    from jedbatch._commands import user_commands
-
-    user_commands.show(args)
-
-
-def bench(args: argparse.Namespace) -> None:
-    """Prints how fast a function or a model is, with and without batching."""
-    from jedbatch._commands import user_commands
-
-    user_commands.bench(args)
-
-
-def learn(args: argparse.Namespace) -> None:
-    """Learns a policy and prints what was tried."""
-    from jedbatch._commands import user_commands
-
-    user_commands.learn(args)
-
-
-def serve(args: argparse.Namespace) -> int:
-    """Answers requests over HTTP until it is interrupted; the status is 1 if something failed."""
-    from jedbatch._commands import serving
-
-    return serving.run(args)
-
-
-def fuzz(args: argparse.Namespace) -> int:
-    """Prints what random programs came to; the status is 1 if some failed."""
-    from jedbatch.testing.fuzz import run
-
-    report = run(
-        args.programs,
-        args.seed,
-        shrink=args.shrink,
-        plans=args.plans,
-        first=args.first,
-        jobs=args.jobs,
-    )
-    print(report)
-    return int(bool(report.failures))
-
-
-def info(args: argparse.Namespace) -> None:
-    """Prints what is installed here."""
-    print(jedbatch.info())
 
 
 if __name__ == "__main__":

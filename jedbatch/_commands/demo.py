@@ -2,6 +2,7 @@
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jedbatch
-from jedbatch._commands.timing import rate
+from jedbatch._commands.user_commands import seconds_of
 from jedbatch.data import (
     Vocabulary,
     index_trees,
@@ -121,3 +122,9 @@ def compare(score: Any, cells: tree.Cells, params: Any, trees: list, batch_size:
         f"  batched, planning included       {planned_rate:9.0f}   {planned_rate / looped:5.1f} x"
     )
     print(f"  batched, planned beforehand      {device:9.0f}   {device / looped:5.1f} x")
+
+
+def rate(run: Callable[[], Any], count: int, times: int = 5, warm: int = 2) -> float:
+    """Instances per second: the median of some runs after others to warm up."""
+    seconds = [seconds_of(run) for _ in range(warm + times)]
+    return count / float(np.median(seconds[warm:]))

@@ -1,8 +1,7 @@
 """Finds what the command line names: an attribute of a module."""
 
-import functools
 import importlib
-import importlib.util
+import operator
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +26,7 @@ def attribute_of(name: str) -> tuple[ModuleType, Any]:
       CommandError: there is no such module or attribute. What the module raises is passed on.
     """
     place, _, path = name.rpartition(":")
-    module = _of_file(place) if place.endswith(".py") else _of_name(place, name)
+    module = _module(place, name)
     try:
         return module, nested(module, path)
     except AttributeError:
@@ -38,7 +37,7 @@ def attribute_of(name: str) -> tuple[ModuleType, Any]:
 
 def nested(module: ModuleType, path: str) -> Any:
     """Returns an attribute, or one of an attribute: "Model.score"."""
-    return functools.reduce(getattr, path.split("."), module)
+    return operator.attrgetter(path)(module)
 
 
 def described(module: ModuleType) -> str:
@@ -46,48 +45,30 @@ def described(module: ModuleType) -> str:
     return getattr(module, "__file__", None) or module.__name__
 
 
-def _of_name(place: str, name: str) -> ModuleType:
-    if not all(part.isidentifier() for part in place.split(".")):
+def _module(place: str, name: str) -> ModuleType:
+    """Imports a module or a file."""
+    file = Path(place).resolve() if place.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise CommandError(f"there is no file {place} in {Path.cwd()}; {EXPECTED}")
+    called = file.stem if file else place
+    if file is None and not all(part.isidentifier() for part in place.split(".")):
         raise CommandError(f"{name} cannot be imported: {place!r} is no module; {EXPECTED}")
-    _search(Path.cwd())
+    folder = str(file.parent if file else Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
     try:
-        return importlib.import_module(place)
+        module = importlib.import_module(called)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if place != missing and not place.startswith(f"{missing}."):
+        if called != missing and not called.startswith(f"{missing}."):
             raise  # something that the module imports
         raise CommandError(
             f"{name} cannot be imported: {error.msg}, neither installed nor in {Path.cwd()}; "
             f"{EXPECTED}"
         ) from None
-
-
-def _of_file(place: str) -> ModuleType:
-    path = Path(place).resolve()
-    if not path.is_file():
-        raise CommandError(f"there is no file {place} in {Path.cwd()}; {EXPECTED}")
-    known = sys.modules.get(path.stem)
-    if known is not None:
-        file = getattr(known, "__file__", None)
-        if file and Path(file).resolve() == path:
-            return known
+    if file is not None and Path(described(module)).resolve() != file:
         raise CommandError(
-            f"{place} would be imported as `{path.stem}`, which is {described(known)} already; "
+            f"{place} would be imported as `{called}`, which is {described(module)} already; "
             "give the file another name"
         )
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
-    _search(path.parent)
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[path.stem]
-        raise
     return module
-
-
-def _search(folder: Path) -> None:
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))

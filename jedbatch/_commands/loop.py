@@ -1,15 +1,16 @@
 """The loop over single instances, with its cells compiled by `jax.jit`.
 
 Outside of a batched function a cell is the function that it wraps, whose operations JAX runs one by
-one: a loop that calls it is no rival. Cells are found by name in the module of the function. Its
-functions are made anew with compiled cells in place of these; the module itself stays as it is, as
-the batched function reads it.
+one: a loop that calls it is no rival. Cells are found by name in the module of the function, which
+has compiled ones in their place while the loop runs, and only then, as the batched function reads
+it.
 """
 
 import functools
 import types
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import jax
 
@@ -23,22 +24,13 @@ def compiled_cells(fn: Callable[..., Any], module: types.ModuleType) -> Callable
     """
     if _is_cell(fn):
         return _compiled(fn)
-    names = dict(vars(module))
+    cells = {name: _compiled(x) for name, x in vars(module).items() if _is_cell(x)}
 
-    def anew(x: Any) -> Any:
-        if _is_cell(x):
-            return _compiled(x)
-        if not isinstance(x, types.FunctionType) or x.__globals__ is not vars(module):
-            return x
-        made = types.FunctionType(x.__code__, names, x.__name__, x.__defaults__, x.__closure__)
-        made.__kwdefaults__ = x.__kwdefaults__
-        return made
+    def call(*args: Any) -> Any:
+        with mock.patch.dict(vars(module), cells):
+            return fn(*args)
 
-    if not any(map(_is_cell, names.values())):
-        return None
-    names |= {name: anew(x) for name, x in vars(module).items()}
-    found = anew(fn)
-    return found if found is not fn else None
+    return call if cells else None
 
 
 def _is_cell(x: object) -> bool:

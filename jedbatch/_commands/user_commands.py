@@ -1,8 +1,9 @@
-"""`show`, `learn` and `bench` for a function of the user's, or a model."""
+"""`show`, `learn` and `bench` for a function of the user's, or a model; `fuzz` and `info`."""
 
 import argparse
 import functools
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,6 @@ import numpy as np
 import jedbatch
 from jedbatch import viz
 from jedbatch._commands.lookup import CommandError, attribute_of
-from jedbatch._commands.timing import seconds_of
 from jedbatch._commands.user_function import UserFunction
 from jedbatch.errors import SymbolicValueError
 from jedbatch.policies import FSM
@@ -129,6 +129,13 @@ def bench(args: argparse.Namespace) -> None:
         print(f"  unseen    not measured: there are {user.total} instances, {2 * size} are needed")
     rounds = len(measured[0].seconds["loop"])
     print(LEGEND.format(loop=user.loop, rounds=rounds, few=measured[0].few, size=size))
+
+
+def seconds_of(run: Callable[[], Any]) -> float:
+    """Returns how long a run takes, until its results are there."""
+    start = time.perf_counter()
+    jax.block_until_ready(run())
+    return time.perf_counter() - start
 
 
 @dataclass(frozen=True)
@@ -281,3 +288,18 @@ def total(run: Callable[..., Any]) -> Callable[..., jax.Array]:
         return functools.reduce(jnp.add, found)
 
     return summed
+
+
+def fuzz(args: argparse.Namespace) -> int:
+    """Prints what random programs came to; the status is 1 if some failed."""
+    from jedbatch.testing.fuzz import run  # which needs hypothesis
+
+    options = {name: getattr(args, name) for name in ("shrink", "plans", "first", "jobs")}
+    report = run(args.programs, args.seed, **options)
+    print(report)
+    return int(bool(report.failures))
+
+
+def info(_: argparse.Namespace) -> None:
+    """Prints what is installed here."""
+    print(jedbatch.info())
