@@ -48,11 +48,7 @@ class ParameterType:
 
 def named(path: Sequence[Any]) -> str:
     """Returns a path of JAX with names and positions alone: `cell/kernel`."""
-    parts = []
-    for key in path:
-        found = (getattr(key, name, None) for name in ("key", "name", "idx"))
-        parts.append(str(next((x for x in found if x is not None), key)))
-    return "/".join(parts)
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
 
 
 def parameter_types(shared: Sequence[PyTree], num_leaves: int) -> list[ParameterType]:

@@ -35,7 +35,7 @@ def save_params(params: Any, path: str | os.PathLike[str]) -> None:
     for keys, leaf in jax.tree.leaves_with_path(params):
         if _is_static(leaf):
             continue
-        name = SEPARATOR.join(map(_key, keys))
+        name = jax.tree_util.keystr(keys, simple=True, separator=SEPARATOR)
         array = np.asarray(leaf)
         if array.dtype.kind not in "biufc" or array.dtype.isbuiltin == 2:  # not NumPy's
             raise TypeError(
@@ -80,7 +80,7 @@ def load_params(path: str | os.PathLike[str], like: Any = None) -> Any:
         if _is_static(leaf):
             leaves.append(leaf)
             continue
-        name = SEPARATOR.join(map(_key, keys))
+        name = jax.tree_util.keystr(keys, simple=True, separator=SEPARATOR)
         if name not in arrays:
             raise ValueError(
                 f"{os.fspath(path)} has no {name!r}; it has {checks.brief(sorted(arrays))}"
@@ -117,14 +117,6 @@ def _nested(arrays: dict[str, np.ndarray]) -> Any:
             raise ValueError(f"{name!r} is an array and a folder of the file")
         place[last] = array
     return root
-
-
-def _key(entry: Any) -> str:
-    """Returns a step of a path as a name."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute))
-    return str(entry)
 
 
 def _check_name(who: str, path: str | os.PathLike[str]) -> None:

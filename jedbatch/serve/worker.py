@@ -5,8 +5,7 @@ which computes one after the other. If there is none, the worker waits for the d
 what has come by then.
 
 A minibatch is computed with the shared arguments that are current when it is begun. If one of its
-requests fails, it is planned by halves to find those that do; the others are planned again without
-them. A minibatch that fails only while it is computed is computed by halves.
+requests fails, where it is planned or where it is computed, it is computed by halves.
 
 A function that decides on values runs in rounds, and requests that come join the next round (see
 `_control_flow.continuous`); a request whose instance is done has its result while others go on.
@@ -148,18 +147,8 @@ class Worker:
         shared = self._current()
         try:
             return self._started(shared, requests)
-        except Exception:  # found again below
-            pass
-        checked = settled(lambda some: self._plan_alone(shared, some), requests)
-        outcomes = list(zip(requests, checked, strict=True))
-        self._end([(request, found) for request, found in outcomes if found.error is not None])
-        good = [request for request, found in outcomes if found.error is None]
-        if not good:
-            return None
-        try:
-            return self._started(shared, good)
-        except Exception:  # of the device
-            self._end(list(zip(good, self._by_halves(shared, good), strict=True)))
+        except Exception:  # found again, by itself
+            self._end(list(zip(requests, self._by_halves(shared, requests), strict=True)))
             return None
 
     def _finish(self, running: Running, span: tracing.Minibatch) -> None:
@@ -209,10 +198,6 @@ class Worker:
         rest = [x.token for x in failed] + deep
         if rest:
             self._end(list(zip(rest, self._by_halves(shared, rest), strict=True)))
-
-    def _plan_alone(self, shared: tuple, requests: Sequence[Request]) -> Sequence[None]:
-        self._one_by_one.plan(shared, [request.instance for request in requests])
-        return [None] * len(requests)
 
     def _by_halves(self, shared: tuple, requests: Sequence[Request]) -> list[Settled]:
         def run(some: Sequence[Request]) -> list[PyTree]:
