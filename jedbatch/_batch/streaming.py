@@ -40,7 +40,7 @@ def stream(core: Core, args: tuple, batch_size: int, ahead: int, ordered: bool) 
     checks.flag("stream", "ordered", ordered)
     shared, rows = core.arguments.streams(args)
     one_by_one = OneByOne("stream", core, shared)
-    minibatches = _begun(one_by_one, shared, MinibatchSource(rows, batch_size))
+    minibatches = (_begun(one_by_one, shared, *x) for x in minibatches_of(rows, batch_size))
     settings = ThreadSettings()
 
     def run(instances: Sequence[tuple]) -> list[PyTree]:
@@ -50,14 +50,6 @@ def stream(core: Core, args: tuple, batch_size: int, ahead: int, ordered: bool) 
 
 
 def _begun(
-    one_by_one: OneByOne, shared: tuple[Any, ...], source: "MinibatchSource"
-) -> Iterator[Begun]:
-    """Yields minibatches as the device begins with them."""
-    while (found := source.minibatch()) is not None:
-        yield _planned(one_by_one, shared, *found)
-
-
-def _planned(
     one_by_one: OneByOne, shared: tuple[Any, ...], first: int, instances: Sequence[tuple]
 ) -> Begun:
     """Plans a minibatch, and has the device begin."""
@@ -68,32 +60,26 @@ def _planned(
         return Begun(first, instances, None)
 
 
-class MinibatchSource:
-    """Minibatches of what an iterator has.
+def minibatches_of(rows: Iterator[tuple], size: int) -> Iterator[tuple[int, list[tuple]]]:
+    """Yields (the number of its first instance, mapped arguments of each) of each minibatch.
 
     An error of the iterator is raised after the minibatch that was begun.
     """
-
-    def __init__(self, rows: Iterator[tuple], size: int):
-        self._rows = rows
-        self._size = size
-        self._count = 0
-        self._error: Exception | None = None
-
-    def minibatch(self) -> tuple[int, list[tuple]] | None:
-        """Returns (the number of the first, mapped arguments of each); None if there is no more."""
+    first, error = 0, None
+    while error is None:
         found: list[tuple] = []
         try:
-            if self._error is None:
-                for row in itertools.islice(self._rows, self._size):
-                    found.append(row)  # each, so that an error leaves those before it
-        except Exception as error:
-            self._error = error
-        first, self._count = self._count, self._count + len(found)
-        if not found and self._error is not None:
-            self._error.add_note(f"This happened where instance {first} of a stream was read.")
-            raise self._error
-        return (first, found) if found else None
+            for row in itertools.islice(rows, size):
+                found.append(row)  # each, so that an error leaves those before it
+        except Exception as raised:
+            error = raised
+        if found:
+            yield first, found
+        elif error is None:
+            return
+        first += len(found)
+    error.add_note(f"This happened where instance {first} of a stream was read.")
+    raise error
 
 
 def _results(
