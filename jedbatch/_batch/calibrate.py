@@ -11,7 +11,6 @@ the searches: the cost of a batch of each type.
 """
 
 import json
-import os
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ from jedbatch._schedule.fsm import match_labels
 from jedbatch._schedule.heuristics import agenda
 from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.session import Flags, Minibatch
-from jedbatch._support.files import write_text
+from jedbatch._support.files import content_of, read_text, reading, write_text
 from jedbatch._support.types import PyTree
 
 FORMAT = "jedbatch calibration, version 1"
@@ -155,33 +154,21 @@ class Calibration:
           TypeError: it is no name of a file.
           ValueError: it is not a calibration, or one of another version.
         """
-        name = os.fsdecode(checks.path("Calibration.load", path))
-        text = Path(name).read_text(encoding="utf-8", errors="replace")
-        try:
-            content = json.loads(text)
-            if not isinstance(content, dict) or content.get("format") != FORMAT:
-                version = content.get("format") if isinstance(content, dict) else content
-                raise ValueError(f"its format is {checks.brief(version)}, not {FORMAT!r}")
+        text, source = read_text("Calibration.load", path)
+        with reading("Calibration", source):
+            content = content_of(text, FORMAT)
             machine = content["machine"]
             if not isinstance(machine, str):
                 raise ValueError(f"its machine is {checks.brief(machine)}, not a text")
-            return Calibration(
-                {
-                    label: TypeCost(
-                        _cost(cost, "per_batch"),
-                        _cost(cost, "per_node"),
-                        checks.whole("Calibration.load", "bytes", cost["bytes"]),
-                    )
-                    for label, cost in content["types"].items()
-                },
-                _cost(content, "per_byte"),
-                machine,
-            )
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"`Calibration.load` cannot read {name!r}: {checks.cut(repr(error))}. It expects a "
-                "file written by `Calibration.save`."
-            ) from error
+            types = {
+                label: TypeCost(
+                    _cost(cost, "per_batch"),
+                    _cost(cost, "per_node"),
+                    checks.whole("Calibration.load", "bytes", cost["bytes"]),
+                )
+                for label, cost in content["types"].items()
+            }
+            return Calibration(types, _cost(content, "per_byte"), machine)
 
 
 def _cost(content: Mapping[str, object], name: str) -> float:

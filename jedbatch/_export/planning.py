@@ -14,7 +14,6 @@ import numpy as np
 from jedbatch._export.binding import called
 from jedbatch._export.programs import Variant
 from jedbatch._graph.graph import Graph
-from jedbatch._jaxpr.storage import stored_kind
 from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.alive import Refused
 from jedbatch._program.capacity import Capacity
@@ -200,11 +199,3 @@ def result_kinds(graph: Graph) -> list[tuple[tuple, ...]]:
             kinds.append(of_type[graph.node_type[nodes[value]]][slots[value]])
     ends = graph.output_ptr.tolist()
     return [tuple(kinds[a:b]) for a, b in itertools.pairwise(ends)]
-
-
-def stored_outputs(kinds: Sequence[tuple]) -> dict[Any, int]:
-    """Returns how many results of an instance each arena returns."""
-    counts: dict[Any, int] = {}
-    for kind in map(stored_kind, kinds):
-        counts[kind] = counts.get(kind, 0) + 1
-    return counts
