@@ -8,7 +8,6 @@ left to the process that has the programs, and that alone makes new ones.
 
 import hashlib
 import pickle
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,13 +34,13 @@ class ProgramForms:
     Attributes:
       version: another one if there are others.
       forward: by number, those with `KernelSpec`s in place of kernels.
-      reverse: by number, (number of the program that it reverses, the same without that program).
+      reverse: by number, those that reverse one of them.
       reserved: numbers of programs that are used before others.
     """
 
     version: int
     forward: dict[int, Signature]
-    reverse: dict[int, tuple[int, ReverseSignature]]
+    reverse: dict[int, ReverseSignature]
     reserved: frozenset[int]
 
 
@@ -72,41 +71,33 @@ class Exporter:
         """Returns the programs in use."""
         in_use = self._programs.in_use
         if self._exported is None or in_use != self._in_use:
-            self._exported, self._in_use = self._make(*in_use), in_use
+            version = self._exported.version + 1 if self._exported else 0
+            self._exported, self._in_use = self._make(version, *in_use), in_use
         return self._exported
 
     def _make(
         self,
+        version: int,
         forward: list[Signature],
         reverse: list[ReverseSignature],
         reserved: list[Signature],
     ) -> ProgramForms:
+        reverse = reverse if self._gradient else []
         if self._gradient:
             forward = [s for s in forward if any(r.forward == s for r in reverse)]
-        specs = self._specs(list(dict.fromkeys(k for s in forward for k in s.kernels)))
-        made = {
-            _number(self.forward, s): replace(s, kernels=tuple(specs[k] for k in s.kernels))
-            for s in forward
-        }
-        reverses: dict[int, tuple[int, Any]] = {}
-        for r in reverse if self._gradient else ():
-            without: Any = replace(r, forward=None)  # type: ignore[arg-type]
-            reverses[_number(self.reverse, r)] = self.forward.index(r.forward), without
+        kernels = list(dict.fromkeys(k for s in forward for k in s.kernels))
+        identities = list(map(self._programs.identity, kernels))
+        specs: dict[Kernel, Any] = {}  # without an identity if several have the same
+        for kernel, found in zip(kernels, identities, strict=True):
+            identity = found if identities.count(found) == 1 else ""
+            specs[kernel] = KernelSpec.of(kernel, described(kernel, identity), self._gradient)
+        made = {s: replace(s, kernels=tuple(specs[k] for k in s.kernels)) for s in forward}
         return ProgramForms(
-            self._exported.version + 1 if self._exported else 0,
-            made,
-            reverses,
-            frozenset(self.forward.index(s) for s in reserved if s in forward),
+            version,
+            {_number(self.forward, s): there for s, there in made.items()},
+            {_number(self.reverse, r): replace(r, forward=made[r.forward]) for r in reverse},
+            frozenset(self.forward.index(s) for s in reserved if s in made),
         )
-
-    def _specs(self, kernels: Sequence[Kernel]) -> dict[Kernel, Any]:
-        """Returns kernels without their programs, without an identity if several have the same."""
-        own = list(map(self._programs.identity, kernels))
-        found = [x if own.count(x) == 1 else "" for x in own]
-        return {
-            kernel: KernelSpec.of(kernel, described(kernel, identity), self._gradient)
-            for kernel, identity in zip(kernels, found, strict=True)
-        }
 
 
 def _number(programs: list[Any], program: Any) -> int:
@@ -155,18 +146,15 @@ class ImportedPrograms(ProgramCache):
             return self._specs.setdefault(identity, spec) if identity else spec
 
         made = {
-            number: replace(s, kernels=tuple(map(known, s.kernels)))
-            for number, s in exported.forward.items()
+            s: replace(s, kernels=tuple(map(known, s.kernels))) for s in exported.forward.values()
         }
-        reverses = {
-            number: replace(reverse, forward=made[forward])
-            for number, (forward, reverse) in exported.reverse.items()
+        self._numbers = {made[s]: number for number, s in exported.forward.items()}
+        self._reverse_numbers = {
+            replace(r, forward=made[r.forward]): number for number, r in exported.reverse.items()
         }
         self.version = exported.version
-        self._signatures, self._reverses = list(made.values()), list(reverses.values())
-        self._reserved = {made[number] for number in exported.reserved}
-        self._numbers = {s: number for number, s in made.items()}
-        self._reverse_numbers = {r: number for number, r in reverses.items()}
+        self._signatures, self._reverses = list(self._numbers), list(self._reverse_numbers)
+        self._reserved = {made[exported.forward[number]] for number in exported.reserved}
         self._used.clear()
         self._latest = None
 
