@@ -9,7 +9,6 @@ another error, and the second call gives what it gives without an interrupt.
 
 import argparse
 import collections
-import gc
 import random
 import sys
 import threading
@@ -135,7 +134,6 @@ def changed():
     with take_current_trace() as trace:
         pass
     state = {
-        "garbage is not collected": not gc.isenabled(),
         "there is a recorder": recording.recorder is not None,
         "operations are recorded": "Eval" not in type(trace).__name__,
         "stacks are large": threading.stack_size() != 0,

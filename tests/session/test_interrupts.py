@@ -1,18 +1,15 @@
 """An interrupt may come between any two lines; what comes after it is as if it had not been."""
 
-import contextlib
-import gc
 import sys
-import threading
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases.interrupts import PROGRAMS, Interrupted, changed, points_of, wrong_after
+from cases.interrupts import PROGRAMS, changed, points_of, wrong_after
 
 import jedbatch
-from jedbatch._support.restored import Collector, Restored
+from jedbatch._support.restored import Restored
 
 PACKAGE = Path(jedbatch.__file__).parent
 # What is changed and has to be put back, and what gives out numbers.
@@ -133,44 +130,3 @@ def test_restoring_once_more():
     with pytest.raises(KeyboardInterrupt), Restored(restore), Restored(restore):
         pass
     assert calls == [0, 1]
-
-
-def test_the_collector_rests_as_long_as_somebody_wants():
-    mine = Collector()
-    first, second = object(), object()
-    mine.rest(first)
-    mine.rest(second)
-    mine.go_on(first)
-    mine.go_on(first)
-    assert not gc.isenabled()
-    mine.go_on(second)
-    assert gc.isenabled()
-    gc.disable()
-    mine.rest(first)
-    mine.go_on(first)
-    try:
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_interrupts_of_the_collector_stop_no_other_thread():
-    """Between any two of its lines."""
-
-    def use(mine):
-        user = object()
-        with Restored(lambda: mine.go_on(user)), Restored(lambda: mine.go_on(user)):
-            mine.rest(user)
-
-    whole = Interrupted()
-    whole(lambda: use(Collector()))
-    for line, count in whole.hits.items():
-        for hit in range(1, count + 1):
-            mine = Collector()
-            with contextlib.suppress(KeyboardInterrupt):
-                Interrupted(line, hit)(lambda mine=mine: use(mine))
-            assert gc.isenabled(), (line, hit)
-            other = threading.Thread(target=use, args=(mine,), daemon=True)
-            other.start()
-            other.join(timeout=30)
-            assert not other.is_alive(), (line, hit)

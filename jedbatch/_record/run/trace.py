@@ -33,7 +33,7 @@ from jedbatch._record.run.recursion import deeply
 from jedbatch._record.types.registry import Registry
 from jedbatch._support.guards import until_guards_hold
 from jedbatch._support.native import core
-from jedbatch._support.restored import Restored, collector
+from jedbatch._support.restored import Restored
 
 SINGLE = jax.tree.structure(0)  # of a result that is an array
 RECORDS_CALLS = True  # see `_support.frames`
@@ -224,9 +224,8 @@ def trace_of_caller() -> Any:
 
 
 def begin_recording(recorder: Recorder) -> None:
-    """From now on cells that are called in this thread are recorded, and nothing is collected."""
+    """From now on cells that are called in this thread are recorded."""
     recording.recorder = recorder
-    collector.rest(recorder)
 
 
 def ending(recorder: Recorder) -> Callable[[], None]:
@@ -235,8 +234,7 @@ def ending(recorder: Recorder) -> Callable[[], None]:
 
     def end() -> None:
         recording.recorder = before
-        recorder.forget()  # first, or the collector looks at all of it
-        collector.go_on(recorder)
+        recorder.forget()
 
     return end
 
