@@ -6,7 +6,7 @@ the largest forgets what came first.
 
 import collections
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 
@@ -86,23 +86,6 @@ class Memory(collections.OrderedDict):
                 more += weight - weights.get(key, 0)
                 weights[key] = weight
             put(key, value)
-        self._take(more)
-
-    def add_new(
-        self, keys: Sequence[Hashable], values: Sequence[Any], weights: Sequence[int]
-    ) -> None:
-        """Puts in keys that differ and are not there yet, whose weights are known.
-
-        It takes half the time of `add`.
-        """
-        put = super().__setitem__
-        self._weights.update(zip(keys, weights, strict=True))
-        for key, value in zip(keys, values, strict=True):
-            put(key, value)
-        self._take(sum(weights))
-
-    def _take(self, more: int) -> None:
-        """Notes that there are more bytes, and forgets what was put in first if it is too much."""
         self.bytes += more
         while self.limit is not None and len(self) > self.limit:
             self._drop_first()

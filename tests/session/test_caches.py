@@ -74,8 +74,9 @@ def test_memory_takes_many_at_once_as_one_by_one():
     at_once, one_by_one = (Memory(9, most=30, weigh=lambda key, value: value) for _ in range(2))
     for first in range(0, 60, 6):
         keys, values = range(first, first + 6), rng.integers(1, 8, 6).tolist()
-        at_once.add_new(keys, values, values)
-        one_by_one.add(zip(keys, values, strict=True))
+        at_once.add(zip(keys, values, strict=True))
+        for key, value in zip(keys, values, strict=True):
+            one_by_one[key] = value
         del at_once[first + 5], one_by_one[first + 5]
         assert list(at_once.items()) == list(one_by_one.items())
         assert at_once.bytes == one_by_one.bytes == sum(at_once.values())

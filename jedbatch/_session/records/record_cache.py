@@ -237,13 +237,12 @@ class RecordCache:
 
     def keep_new(self, keys: Sequence[Hashable], records: Sequence[Record]) -> None:
         """Keeps records by keys that differ and are not known yet."""
-        self.by_key.add_new(keys, records, list(map(_bytes_of_record, keys, records)))
+        self.by_key.add(zip(keys, records, strict=True))
 
     def keep_seen(self, instances: Sequence[Any], records: Sequence[Record]) -> None:
         """Keeps records by the identity of instances that cannot change and are not known yet."""
-        pairs = list(zip(instances, records, strict=True))
-        keys = list(map(id, instances))
-        self.by_id.add_new(keys, pairs, list(map(_bytes_of_seen, keys, pairs)))
+        pairs = zip(instances, records, strict=True)
+        self.by_id.add(zip(map(id, instances), pairs, strict=True))
 
     @property
     def _learned(self) -> Hashable:
