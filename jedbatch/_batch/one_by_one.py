@@ -221,22 +221,28 @@ def _on_host(x: Array) -> Any:
     return x if isinstance(x, np.ndarray) or is_key(x.dtype) else fetched(x)
 
 
-def settled(run: Callable[[Sequence[Item]], Sequence[Any]], items: Sequence[Item]) -> Iterator:
-    """Yields the outcome of each item, in order: `Settled`.
+def settled(
+    run: Callable[[Sequence[Item]], Sequence[Any]],
+    items: Sequence[Item],
+    fetch: Callable[[], Sequence[Any]] | None = None,
+) -> Iterator[Settled]:
+    """Yields the outcome of each item, in order.
 
     Args:
       run: from items to their results. It may be called several times for an item.
       items: at least one.
+      fetch: waits for their results if they are computed already.
     """
     try:
-        results = run(items)
+        results = run(items) if fetch is None else fetch()
     except Exception as error:
-        if len(items) == 1:
+        if fetch is not None:
+            yield from settled(run, items)
+        elif len(items) == 1:
             yield Settled(None, error)
-            return
-        middle = len(items) // 2
+        else:
+            middle = len(items) // 2
+            yield from settled(run, items[:middle])
+            yield from settled(run, items[middle:])
     else:
         yield from (Settled(result, None) for result in results)
-        return
-    yield from settled(run, items[:middle])
-    yield from settled(run, items[middle:])

@@ -5,13 +5,14 @@ results of one are read while the next are computed. Planned minibatches run on 
 thread has them begin as soon as they are planned, and nobody waits for whoever uses the results.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jedbatch import checks
 from jedbatch._batch.ahead import MAX_AHEAD, made_ahead
-from jedbatch._batch.one_by_one import OneByOne, Settled, settled
+from jedbatch._batch.one_by_one import OneByOne, settled
 from jedbatch._record.run.thread_settings import ThreadSettings
 from jedbatch._session.core import Core
 from jedbatch._support.types import PyTree
@@ -86,36 +87,13 @@ def _results(
     minibatches: Iterator[Begun], run: Callable[[Sequence[tuple]], list[PyTree]], ordered: bool
 ) -> Iterator[Any]:
     """Yields the results of minibatches, those of some by halves (see `settled`)."""
-    try:
-        for begun in minibatches:
-            for number, (result, error) in _of_minibatch(begun, run):
+    with contextlib.closing(minibatches):  # type: ignore[type-var]
+        for first, instances, fetch in minibatches:
+            for number, (result, error) in enumerate(settled(run, instances, fetch), first):
                 if error is not None:
-                    raise _noted(number, error)
+                    error.add_note(
+                        f"This happened in instance {number} of a stream, which was run by itself, "
+                        "so that it is number 0 elsewhere in this message."
+                    )
+                    raise error
                 yield result if ordered else (number, result)
-    finally:
-        minibatches.close()  # type: ignore[attr-defined]
-
-
-def _of_minibatch(
-    begun: Begun, run: Callable[[Sequence[tuple]], list[PyTree]]
-) -> Iterator[tuple[int, Settled]]:
-    """Yields (number, outcome) of the instances of a minibatch."""
-    first, instances, fetch = begun
-    if fetch is not None:
-        try:
-            results = fetch()
-        except Exception:  # found again below
-            fetch = None
-        else:
-            yield from enumerate((Settled(result, None) for result in results), first)
-            return
-    yield from enumerate(settled(run, instances), first)
-
-
-def _noted(number: int, error: Exception) -> Exception:
-    """Returns the error of an instance, with a note."""
-    error.add_note(
-        f"This happened in instance {number} of a stream, which was run by itself, so that it is "
-        "number 0 elsewhere in this message."
-    )
-    return error

@@ -148,18 +148,14 @@ class Worker:
         try:
             return self._started(shared, requests)
         except Exception:  # found again, by itself
-            self._end(list(zip(requests, self._by_halves(shared, requests), strict=True)))
+            self._end(self._by_halves(shared, requests))
             return None
 
     def _finish(self, running: Running, span: tracing.Minibatch) -> None:
         """Delivers the results of a minibatch once they are computed."""
-        requests, shared, fetch = running
-        try:
-            outcomes = [Settled(result, None) for result in fetch()]
-        except Exception:  # found again, by itself
-            outcomes = self._by_halves(shared, requests)
+        outcomes = self._by_halves(running.shared, running.requests, running.fetch)
         span.end()
-        self._end(list(zip(requests, outcomes, strict=True)))
+        self._end(outcomes)
 
     def _end(self, outcomes: Outcomes) -> None:
         self.running -= len(outcomes)
@@ -197,9 +193,16 @@ class Worker:
         failed = self._one_by_one.serve(shared, first, take, give, self._ended_by, self._room)
         rest = [x.token for x in failed] + deep
         if rest:
-            self._end(list(zip(rest, self._by_halves(shared, rest), strict=True)))
+            self._end(self._by_halves(shared, rest))
 
-    def _by_halves(self, shared: tuple, requests: Sequence[Request]) -> list[Settled]:
+    def _by_halves(
+        self,
+        shared: tuple,
+        requests: list[Request],
+        fetch: Callable[[], list[PyTree]] | None = None,
+    ) -> Outcomes:
+        """Returns what came of requests, which are run by halves if some fail; see `settled`."""
+
         def run(some: Sequence[Request]) -> list[PyTree]:
             def check() -> None:
                 for error in filter(None, map(self._ended_by, some)):
@@ -208,7 +211,7 @@ class Worker:
             check()
             return self._one_by_one.run(shared, [request.instance for request in some], check)
 
-        return list(settled(run, requests))
+        return list(zip(requests, settled(run, requests, fetch), strict=True))
 
     def _ended_by(self, request: Request) -> Exception | None:
         """Returns why the instance of a request is to end; None if somebody waits for it."""
