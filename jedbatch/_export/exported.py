@@ -44,11 +44,9 @@ from jedbatch._schedule.policy import Policy
 from jedbatch._session.plans.indices import check_rows
 from jedbatch._session.plans.outputs import form_of_results
 from jedbatch._session.plans.pipeline import checked_inputs
-from jedbatch._support.caches import Memory
 from jedbatch._support.files import replacing
 from jedbatch._support.types import Leaf, PyTree
 
-MAX_STATICS = 512  # forms of results that are kept
 NO_EXECUTABLES = (
     "Exported models have no executables; leave it out, and set `jax_compilation_cache_dir` to a "
     "folder, and `jax_persistent_cache_min_compile_time_secs` to 0, so that JAX keeps what it has "
@@ -90,7 +88,6 @@ class Exported:
         self._compiled: dict[str, int] = {}
         self._variants: dict[tuple[int, str], tuple[Variant, Portable]] = {}
         self._of_signature: dict[int, tuple[Variant, Portable]] = {}
-        self._statics: dict[ExportedStatic, ExportedStatic] = Memory(MAX_STATICS)
         self._constants = [self._constant(*x) for x in header["constants"]]
         self._check_precision()
         if not header["targets"]:
@@ -266,7 +263,6 @@ class Exported:
         inputs = assemble(found.signature.input_rooms, wholes, [()] * count)
         check_rows(_TableRows(variant.kernels), graph, placed, inputs)  # type: ignore[arg-type]
         static = ExportedStatic(self, variant.signature, reverse, form, gradient, (), None, count)
-        static = self._statics.setdefault(static, static)
         return Plan(static, found.table, table, inputs, host=Host(found, {}, count))
 
     def apply(self, *args: PyTree, inputs: dict[str, Any] | None = None) -> Any:

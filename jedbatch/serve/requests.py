@@ -83,10 +83,10 @@ class RequestQueue:
                 self._changed.notify()
             return True
 
-    def remove(self, request: Request) -> bool:
-        """Takes a request out that nobody waits for any more; returns whether it was there."""
+    def remove(self, request: Request) -> None:
+        """Takes a request out that nobody waits for any more, if it is there."""
         with self._changed:
-            return self._waiting.pop(request, self) is None
+            self._waiting.pop(request, None)
 
     def clear(self) -> list[Request]:
         """Takes all requests out."""

@@ -9,6 +9,7 @@ by one thread (see `serve.worker`).
 import asyncio
 import contextlib
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -61,7 +62,7 @@ class Server:
           max_wait_ms: milliseconds for which the oldest request waits for others while the device
             has nothing to do. By default nobody waits for others.
           max_queue: requests that may wait, besides those that are computed.
-          when_full: whether one more is an `Overloaded` error, or waits until there is room.
+          when_full: whether one more is an `Overloaded` error, or waits, too.
           deadline_ms: milliseconds in which a request is to be done, unless it has its own. If its
             instance decides on values, it ends before the next round; what the device computes goes
             on, so write `jedbatch.batch(..., max_steps=)` if loops in it might not end.
@@ -75,7 +76,8 @@ class Server:
         most = checks.whole("Server", "max_batch", max_batch, least=1, most=MAX_BATCH)
         patience = checks.number("Server", "max_wait_ms", max_wait_ms, least=0, most=MAX_MS)
         limit = checks.whole("Server", "max_queue", max_queue, least=1, most=MAX_QUEUE)
-        self._waits = checks.one_of("Server", "when_full", when_full, ("raise", "wait")) == "wait"
+        if checks.one_of("Server", "when_full", when_full, ("raise", "wait")) == "wait":
+            limit = sys.maxsize  # who waits for room, waits in the queue
         self._deadline = _seconds("Server", deadline_ms)
         axes = batched.in_axes if isinstance(batched.in_axes, tuple) else None
         expected = 0 if axes is None else axes.count(None)
@@ -93,7 +95,6 @@ class Server:
             self._sizes.append((self._sizes[-1] + 1) // 2)
         self._meter = Meter()
         self._queue = RequestQueue(limit, most, patience / 1e3)
-        self._held: dict[Request, None] = {}  # that wait for room in the queue
         self._open: set[asyncio.Future] = set()  # of requests that have not ended
         self._is_closed = False
         self._ended = asyncio.Event()
@@ -117,7 +118,7 @@ class Server:
             self._sizes[0],
             self._queue,
             deliver=functools.partial(self._post, self._deliver),
-            taken=functools.partial(self._post, self._make_room),
+            taken=functools.partial(self._post, self._meter.minibatch),
             ended=functools.partial(self._post, self._end),
         )
         self._worker.start()
@@ -184,14 +185,12 @@ class Server:
             self._meter.count("refused")
             raise ServerClosed("a request came to a server that is closed.")
         request = Request(instance, loop.create_future(), span)
-        if self._held or not self._queue.put(request):
-            if not self._waits:
-                self._meter.count("refused")
-                raise Overloaded(
-                    f"a request was refused, since {len(self._queue)} others wait; try again "
-                    'later, or write `Server(..., max_queue=)` or `when_full="wait"`.'
-                )
-            self._held[request] = None
+        if not self._queue.put(request):
+            self._meter.count("refused")
+            raise Overloaded(
+                f"a request was refused, since {len(self._queue)} others wait; try again later, or "
+                'write `Server(..., max_queue=)` or `when_full="wait"`.'
+            )
         future = request.future
         self._open.add(future)
         timer = loop.call_later(seconds, self._expire, request, seconds) if seconds else None
@@ -199,7 +198,7 @@ class Server:
             return await future
         except asyncio.CancelledError:
             self._meter.count("cancelled")
-            self._withdraw(request)
+            self._queue.remove(request)
             raise
         finally:
             self._open.discard(future)
@@ -211,18 +210,12 @@ class Server:
         if request.future.done():
             return
         self._meter.count("expired")
-        self._withdraw(request)
+        self._queue.remove(request)
         request.future.set_exception(
             DeadlineExceeded(
                 f"a request was not done in {1e3 * seconds:g} ms; {len(self._queue)} others wait."
             )
         )
-
-    def _withdraw(self, request: Request) -> None:
-        """Takes a request out of the queue, or whatever waits before it."""
-        self._held.pop(request, None)
-        if self._queue.remove(request):
-            self._fill_queue()
 
     # --- the function ---
 
@@ -289,8 +282,7 @@ class Server:
     def metrics(self) -> Metrics:
         """Counts and latencies so far; print them, or see `Metrics.prometheus`."""
         running = 0 if self._worker is None else self._worker.running
-        queued = len(self._queue) + len(self._held)
-        return self._meter.metrics(queued, running, self._batched.compilations)
+        return self._meter.metrics(len(self._queue), running, self._batched.compilations)
 
     @property
     def is_serving(self) -> bool:
@@ -353,22 +345,12 @@ class Server:
             _settle(request.future, result, error)
         self._meter.done(seconds)
 
-    def _make_room(self, size: int) -> None:
-        """Counts a minibatch that has left the queue."""
-        self._meter.minibatch(size)
-        self._fill_queue()
-
-    def _fill_queue(self) -> None:
-        while self._held and self._queue.put(next(iter(self._held))):
-            del self._held[next(iter(self._held))]
-
     def _drop_waiting(self, why: str) -> None:
         """Refuses requests that wait."""
-        for request in [*self._queue.clear(), *self._held]:
+        for request in self._queue.clear():
             if not request.future.done():
                 self._meter.count("refused")
                 request.future.set_exception(ServerClosed(f"the server has ended: {why}."))
-        self._held.clear()
 
     def _end(self) -> None:
         """Closes the server when its thread has ended, by itself if something is wrong."""
