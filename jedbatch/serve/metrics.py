@@ -1,13 +1,13 @@
 """Metrics of a server: counts since it was made, and latencies of late, as numbers and as text."""
 
 import collections
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 WINDOW = 8192  # requests whose latencies are kept
+OUTCOMES = ("done", "failed", "cancelled", "expired", "refused")  # of requests
 PERCENTILES = (50, 90, 99)
 MOST_SIZES = 32  # bounds of the histogram of batch sizes: powers of two, up to 2**31
 
@@ -77,7 +77,7 @@ class Metrics:
         yield from number("queue_length", "gauge", "Requests that wait.", self.queued)
         yield from number("running", "gauge", "Requests that are computed.", self.running)
         yield from head("requests_total", "counter", "Requests that have ended, by how they did.")
-        for outcome in ("done", "failed", "cancelled", "expired", "refused"):
+        for outcome in OUTCOMES:
             yield f'{prefix}_requests_total{{outcome="{outcome}"}} {getattr(self, outcome)}'
         yield from head("batch_size", "histogram", "Requests in a minibatch.")
         largest = max(self.batch_sizes, default=1)
@@ -112,10 +112,9 @@ class Metrics:
 
 
 class Meter:
-    """Counts what happens; may be used by several threads."""
+    """Counts what happens, in the event loop of a server."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
         self._counts: collections.Counter[str] = collections.Counter()
         self._sizes: collections.Counter[int] = collections.Counter()
         self._recent: collections.deque[float] = collections.deque(maxlen=WINDOW)
@@ -123,38 +122,28 @@ class Meter:
 
     def count(self, what: str, number: int = 1) -> None:
         """Counts requests that ended in some way, or swaps."""
-        with self._lock:
-            self._counts[what] += number
+        self._counts[what] += number
 
     def minibatch(self, size: int) -> None:
         """Counts a minibatch."""
-        with self._lock:
-            self._sizes[size] += 1
+        self._sizes[size] += 1
 
     def done(self, seconds: Sequence[float]) -> None:
         """Counts requests with a result, and the time that each took."""
-        with self._lock:
-            self._sum += sum(seconds)
-            self._recent.extend(seconds)
-            self._counts["done"] += len(seconds)
+        self._sum += sum(seconds)
+        self._recent.extend(seconds)
+        self._counts["done"] += len(seconds)
 
     def metrics(self, queued: int, running: int, compilations: int) -> Metrics:
         """Returns all counts, with some that others know."""
-        with self._lock:
-            counts, sizes = self._counts.copy(), dict(sorted(self._sizes.items()))
-            recent, total = list(self._recent), self._sum
-        latencies = np.percentile(recent, PERCENTILES) if len(recent) else [np.nan] * 3
+        recent = list(self._recent)
+        latencies = np.percentile(recent, PERCENTILES) if recent else [np.nan] * 3
         return Metrics(
             queued=queued,
             running=running,
-            done=counts["done"],
-            failed=counts["failed"],
-            cancelled=counts["cancelled"],
-            expired=counts["expired"],
-            refused=counts["refused"],
-            batch_sizes=sizes,
+            **{name: self._counts[name] for name in (*OUTCOMES, "swaps")},
+            batch_sizes=dict(sorted(self._sizes.items())),
             latency_ms={p: 1e3 * float(x) for p, x in zip(PERCENTILES, latencies, strict=True)},
-            latency_seconds=total,
+            latency_seconds=self._sum,
             compilations=compilations,
-            swaps=counts["swaps"],
         )

@@ -82,8 +82,7 @@ class Worker:
         self.error: BaseException | None = None
         self._one_by_one = one_by_one
         self._shared = shared
-        self._is_placed = False
-        self._swapping = threading.Lock()
+        self._placed = (), ()  # (shared arguments, the same on the device)
         self._is_stopping = False
         self._room = room
         self._queue = queue
@@ -107,8 +106,7 @@ class Worker:
 
     def adopt(self, shared: tuple[Any, ...]) -> None:
         """Replaces the shared arguments, for minibatches that are begun from now on."""
-        with self._swapping:
-            self._shared, self._is_placed = shared, False
+        self._shared = shared
 
     def _work(self) -> None:
         atexit.register(self._at_exit)
@@ -176,9 +174,7 @@ class Worker:
         deep: list[Request] = []  # that need a larger stack
 
         def take(most: int) -> list[Joining]:
-            with self._swapping:
-                is_current = self._shared is shared
-            joining = self._queue.join(most) if is_current else []
+            joining = self._queue.join(most) if self._current() is shared else []
             if joining:
                 self.running += len(joining)
                 self._taken(len(joining))
@@ -222,18 +218,14 @@ class Worker:
         )
 
     def _current(self) -> tuple:
-        """The shared arguments, put on the device the first time."""
-        with self._swapping:
-            shared, is_placed = self._shared, self._is_placed
-        if is_placed:
-            return shared
-        placed = jax.tree.map(
-            lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, shared
-        )
-        with self._swapping:
-            if self._shared is shared:  # it may have been replaced meanwhile
-                self._shared, self._is_placed = placed, True
-        return placed
+        """The shared arguments, put on the device the first time; called in the thread."""
+        shared, placed = self._shared, self._placed
+        if placed[0] is not shared:
+            on_device = jax.tree.map(
+                lambda x: jax.device_put(x) if isinstance(x, np.ndarray) else x, shared
+            )
+            self._placed = placed = shared, on_device
+        return placed[1]
 
     def warm(self, instances: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> None:
         """Compiles what minibatches of some sizes need; called in the thread.
