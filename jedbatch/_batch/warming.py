@@ -53,12 +53,12 @@ def warm(
         )
     planned = plans[gradient] if plans else None
     check_possible(core.name, leaves, planned, gradient, calls)
-    if calls and plans and devices is not None:
-        _compile_plans(core, shared, plans, gradient)
-    elif calls:
-        _compile(core, shared, minibatches, plans, gradient, list)
+    if calls and plans:
+        _apply_plans(core, shared, plans, gradient)
+    if calls and devices is None:
+        _call_with(core, shared, minibatches, plans, gradient, list)
         if core.arguments.stacked(args, 1):  # calls with rows of arrays are run otherwise
-            _compile(core, shared, minibatches, plans, gradient, stack_rows)
+            _call_with(core, shared, minibatches, plans, gradient, stack_rows)
     return max(planned, key=num_lanes) if planned else None
 
 
@@ -94,9 +94,7 @@ def reserve(
         }
 
 
-def _compile_plans(
-    core: Core, shared: tuple, plans: dict[bool, list[Plan]], gradient: bool
-) -> None:
+def _apply_plans(core: Core, shared: tuple, plans: dict[bool, list[Plan]], gradient: bool) -> None:
     """Applies a plan of every program that minibatches need, and with `gradient` the reverse."""
     leaves, structure = core.arguments.leaves(shared)
     for plan in one_of_each(plans[False], plans[False]):
@@ -112,7 +110,7 @@ def _compile_plans(
             pull_back(functools.partial(apply_with, leaves), plan.inputs)
 
 
-def _compile(
+def _call_with(
     core: Core,
     shared: tuple,
     minibatches: list[list[tuple]],
@@ -120,31 +118,23 @@ def _compile(
     gradient: bool,
     form: Callable[[tuple], Any],
 ) -> None:
-    """Runs every program that minibatches need, and with `gradient` the reverse."""
+    """Calls the function for every program that minibatches need, and with `gradient` in reverse.
 
-    def run(shared: tuple, minibatch: list[tuple]) -> Any:
-        columns = list(map(form, zip(*minibatch, strict=True)))
-        return call(core, tuple(core.arguments.join(shared, columns)))
-
-    for minibatch in one_of_each(minibatches, plans[False]) if plans else minibatches:
-        run(shared, minibatch)
-    if not gradient:
-        return
+    Arguments have some `form`, made of their instances.
+    """
     leaves, structure = core.arguments.leaves(shared)
 
-    def call_with(minibatch: list[tuple]) -> Callable:
-        return lambda leaves: run(jax.tree.unflatten(structure, leaves), minibatch)
+    def run(leaves: list[Leaf], minibatch: list[tuple]) -> Any:
+        columns = list(map(form, zip(*minibatch, strict=True)))
+        return call(
+            core, tuple(core.arguments.join(jax.tree.unflatten(structure, leaves), columns))
+        )
 
-    def apply_with(plan: Plan) -> Callable:
-        return lambda inputs: apply(core, (*shared, plan), inputs)
-
-    if moves(leaves):
+    for minibatch in one_of_each(minibatches, plans[False]) if plans else minibatches:
+        run(leaves, minibatch)
+    if gradient and moves(leaves):
         for minibatch in one_of_each(minibatches, plans[True]) if plans else minibatches:
-            pull_back(call_with(minibatch), leaves)
-    for plan in one_of_each(plans[True], plans[True]) if plans else ():
-        reverse = plan.static.reverse
-        if not moves(leaves) or (reverse and reverse.tells):
-            pull_back(apply_with(plan), plan.inputs)
+            pull_back(functools.partial(run, minibatch=minibatch), leaves)
 
 
 def check_values(name: str, leaves: Sequence[Leaf]) -> None:
