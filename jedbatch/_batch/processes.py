@@ -6,7 +6,6 @@ minibatch is used, which is planned here. Plans come in the order of the minibat
 
 import collections
 import concurrent.futures
-import contextlib
 import functools
 import multiprocessing
 import os
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 from jedbatch._batch.pickling import dumps
 from jedbatch._batch.planner import CHANGED, Planner, PlannerCopy, Prepared, named
@@ -70,7 +70,7 @@ class Pool:
         self._executor = concurrent.futures.ProcessPoolExecutor(
             workers, multiprocessing.get_context("spawn"), _begin, (planner._pickled(),)
         )
-        with _on_cpus():
+        with mock.patch.dict(os.environ, {"JAX_PLATFORMS": "cpu"}):  # which processes begin with
             for _ in range(workers):  # each begins a process
                 self._executor.submit(int)
 
@@ -132,21 +132,6 @@ def _begun(pool: Pool, minibatches: Iterator[list[tuple]]) -> Callable[[], Plan]
 def _raised(error: Exception) -> Plan:
     """Raises an error."""
     raise error
-
-
-@contextlib.contextmanager
-def _on_cpus() -> Iterator[None]:
-    """Has JAX use CPUs alone in processes that are begun."""
-    name = "JAX_PLATFORMS"
-    before = os.environ.get(name)
-    os.environ[name] = "cpu"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _begin(pickled: bytes) -> None:
