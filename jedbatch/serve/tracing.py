@@ -7,7 +7,7 @@
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 try:
@@ -32,32 +32,25 @@ def caller(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def request() -> contextlib.AbstractContextManager[Any]:
-    """A span around a request, which notes its error; gives what links to it (see `Minibatch`)."""
+    """A span around a request, which notes its error; gives what links to it (see `minibatch`)."""
     if not HAS_SPANS:
         return contextlib.nullcontext()
     return trace.get_tracer(NAME).start_as_current_span("jedbatch.request")
 
 
-class Minibatch:
-    """A span around a minibatch, to be ended when all results are there."""
+def minibatch(requests: Iterable[Any]) -> Callable[[], object]:
+    """Begins a span around a minibatch; returns what ends it, once all results are there.
 
-    def __init__(self, requests: Iterable[Any]):
-        """Begins the span.
-
-        Args:
-          requests: what `request` gave for each.
-        """
-        self._span = None
-        if HAS_SPANS:
-            links = [trace.Link(span.get_span_context()) for span in requests]
-            self._span = trace.get_tracer(NAME).start_span(
-                "jedbatch.minibatch",
-                context.Context(),
-                attributes={"jedbatch.requests": len(links)},
-                links=links,
-            )
-
-    def end(self) -> None:
-        """Ends the span."""
-        if self._span is not None:
-            self._span.end()
+    Args:
+      requests: what `request` gave for each.
+    """
+    if not HAS_SPANS:
+        return lambda: None
+    links = [trace.Link(span.get_span_context()) for span in requests]
+    span = trace.get_tracer(NAME).start_span(
+        "jedbatch.minibatch",
+        context.Context(),
+        attributes={"jedbatch.requests": len(links)},
+        links=links,
+    )
+    return span.end

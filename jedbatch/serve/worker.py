@@ -119,16 +119,16 @@ class Worker:
             self._ended()
 
     def _serve(self) -> None:
-        running: collections.deque[tuple[Running, tracing.Minibatch]] = collections.deque()
+        running: collections.deque[tuple[Running, Callable[[], object]]] = collections.deque()
         while True:
             taken = self._queue.take(idle=not running)
             if taken.requests:
-                span = tracing.Minibatch(request.span for request in taken.requests)
+                end = tracing.minibatch(request.span for request in taken.requests)
                 begun = self._begin(taken.requests)
                 if begun is None:
-                    span.end()
+                    end()
                 else:
-                    running.append((begun, span))
+                    running.append((begun, end))
             while running and (len(running) > AHEAD or taken.jobs):
                 self._finish(*running.popleft())
             if running and not taken.requests:
@@ -149,10 +149,10 @@ class Worker:
             self._end(self._by_halves(shared, requests))
             return None
 
-    def _finish(self, running: Running, span: tracing.Minibatch) -> None:
+    def _finish(self, running: Running, end: Callable[[], object]) -> None:
         """Delivers the results of a minibatch once they are computed."""
         outcomes = self._by_halves(running.shared, running.requests, running.fetch)
-        span.end()
+        end()
         self._end(outcomes)
 
     def _end(self, outcomes: Outcomes) -> None:
