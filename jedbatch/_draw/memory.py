@@ -177,7 +177,8 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
         modes.append(np.repeat(of_chunks[:, place], chunks.width[in_order], axis=1))
     parts = [np.zeros((4, 0), np.int64)]
     rows = operand_rows(placed, Rows(row, placed.graph.operand, {}))
-    for (t, kernel), operand_row, mode in zip(_types_and_kernels(placed), rows, modes, strict=True):
+    of_types = zip(placed.type_ids, placed.kernels, rows, modes, strict=True)
+    for t, kernel, operand_row, mode in of_types:
         nodes = layout.lane_node[layout.lane_ptr[t] : layout.lane_ptr[t + 1]]
         for j, operand in enumerate(kernel.operands):
             arena = np.full(len(nodes), placed.arenas.index(stored(operand)))
@@ -185,11 +186,6 @@ def _reads(plan: Plan, begin: np.ndarray) -> tuple[np.ndarray, ...]:
             parts.append(np.stack([arena, step, operand_row[j], mode[j] == GATHER]))
     arena, step, row, gathered = np.concatenate(parts, axis=1)
     return arena, step, row, gathered.astype(bool)
-
-
-def _types_and_kernels(placed: Placement) -> Iterator[tuple[int, Any]]:
-    """The types of a minibatch and their kernels."""
-    return zip(placed.type_ids, placed.kernels, strict=True)
 
 
 # --- drawn ---

@@ -6,9 +6,8 @@ for all of its results, in order, as where a cell takes what another one returne
 """
 
 import collections
-import itertools
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -226,7 +225,8 @@ class NodeTypes:
     ) -> Graph:
         """Returns a graph from arrays; see `Exported.graph`."""
         who = "Exported.graph"
-        named = {name: self.number(who, name) for name in set(_strings(node_type))}
+        names = {x for x in node_type if isinstance(x, str)}
+        named = {name: self.number(who, name) for name in names}
         numbers = [named[x] if isinstance(x, str) else x for x in node_type]
         of_nodes = checks.whole_array(who, "`node_type`", numbers)
         bad = np.flatnonzero((of_nodes < 0) | (of_nodes >= len(self.types)))
@@ -278,10 +278,6 @@ class NodeTypes:
             start = int(first[node])
             found += range(start, int(first[node + 1])) if slot is None else [start + slot]
         return found
-
-
-def _strings(values: Any) -> Iterator[str]:
-    return itertools.filterfalse(lambda x: not isinstance(x, str), values)
 
 
 def _listed(types: Sequence[ValueType]) -> str:
