@@ -88,16 +88,11 @@ def as_json(result: Any) -> Any:
     array = np.asarray(result)
     if jax.dtypes.issubdtype(array.dtype, np.floating):
         array = array.astype(np.float64)
-        return array.tolist() if np.isfinite(array).all() else _with_nulls(array.tolist())
+        finite = np.isfinite(array)
+        return (array if finite.all() else np.where(finite, array, np.array(None))).tolist()
     if array.dtype.kind not in "biu":
         raise TypeError(
             f"a result has {checks.shown(result)}; expected arrays of real numbers. Write an "
             "`encode` that makes them."
         )
     return array.tolist()
-
-
-def _with_nulls(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_with_nulls(x) for x in value]
-    return value if np.isfinite(value) else None
