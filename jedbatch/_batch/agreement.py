@@ -11,7 +11,6 @@ A process that cannot plan its minibatch says so, and all end with an error. So 
 to all processes in the same order, in the thread that also runs them.
 """
 
-import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,6 @@ from jedbatch import checks
 from jedbatch._export.encoding import from_json, to_json
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._program.alive import Refused
-from jedbatch._program.capacity import Capacity
 from jedbatch._program.fit import lowered_for, reverse_tables, with_instructions_for
 from jedbatch._program.lower import Lowered
 from jedbatch._program.lower_vjp import (
@@ -42,7 +40,7 @@ from jedbatch._program.signature import Signature
 from jedbatch._session.programs.program_cache import ProgramCache
 
 MAX_ROUNDS = 16  # in which programs grow until all processes have room
-STATES = READY, FAILED, ENDED = range(3)
+READY, FAILED, ENDED = range(3)
 WORD = 8  # bytes of a digest that are compared
 Together = tuple[list[Lowered], ReverseSignature | None, list[Any]]
 
@@ -215,20 +213,12 @@ def merged(several: Sequence[Signature]) -> Signature:
     for signature in order:
         for kernel, reading in zip(signature.kernels, signature.readings, strict=True):
             readings.setdefault(kernel, reading)
-    capacity = functools.reduce(_largest, (s.capacity for s in order))
+    capacity, as_needed = order[0].capacity, dict.fromkeys(order[0].capacity.sizes, int)
+    for signature in several:
+        capacity = capacity.grown(signature.capacity, as_needed)
     reuse = any(s.shared_rows is not None for s in several)
     made = Signature.of(capacity, order[0].target, readings, reuse)
     return replace(made, branches=order[0].branches)
-
-
-def _largest(mine: Capacity, its: Capacity) -> Capacity:
-    """Returns the larger of each size of two capacities; what only the other has comes last."""
-    sizes = {}
-    for name, own in mine.sizes.items():
-        other = its.sizes.get(name, {})
-        keys = dict.fromkeys([*own, *other])
-        sizes[name] = {key: max(own.get(key, 0), other.get(key, 0)) for key in keys}
-    return Capacity(sizes)
 
 
 def merged_reverse(several: Sequence[ReverseSignature]) -> ReverseSignature:
