@@ -299,10 +299,6 @@ class PlannerCopy:
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannerCopy, (self._pickled,)
 
-    def __call__(self, instances: Sequence[Any]) -> Prepared:
-        """Plans a minibatch; see `Planner.__call__`."""
-        return self.prepare(instances)
-
     def start(self) -> None:
         """Imports the function and plans the sample."""
         if self._work is not None or self._reason is not None:
@@ -314,8 +310,8 @@ class PlannerCopy:
         except Exception as error:
             self._reason = f"it could not be read there: {named(error)}"
 
-    def prepare(self, instances: Sequence[Any], programs: ProgramForms | None = None) -> Prepared:
-        """Plans a minibatch.
+    def __call__(self, instances: Sequence[Any], programs: ProgramForms | None = None) -> Prepared:
+        """Plans a minibatch; see `Planner.__call__`.
 
         Args:
           instances: of the minibatch.

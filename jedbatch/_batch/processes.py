@@ -110,8 +110,6 @@ def _begun(pool: Pool, minibatches: Iterator[list[tuple]]) -> Callable[[], Plan]
         return functools.partial(_raised, error)
     if instances is None:
         return None
-    if not planner._is_current:
-        return lambda: planner._planned_here(instances, CHANGED)
     try:
         future = pool.submit(instances)
     except BrokenProcessPool:
@@ -155,7 +153,7 @@ def _prepare(instances: bytes, programs: bytes | None) -> bytes:
     copy = _copies[0]
     try:
         given = pickle.loads(instances)
-        prepared = copy.prepare(given, None if programs is None else pickle.loads(programs))
+        prepared = copy(given, None if programs is None else pickle.loads(programs))
         return dumps(replace(prepared, instances=None))
     except Exception as error:
         return dumps(Prepared("", None, f"it could not be sent: {named(error)}"))
