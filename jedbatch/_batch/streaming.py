@@ -8,7 +8,7 @@ thread has them begin as soon as they are planned, and nobody waits for whoever 
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jedbatch import checks
 from jedbatch._batch.ahead import MAX_AHEAD, made_ahead
@@ -20,18 +20,7 @@ from jedbatch._support.types import PyTree
 MAX_BATCH = 1 << 20
 
 
-class Begun(NamedTuple):
-    """A minibatch of a stream that the device computes.
-
-    Attributes:
-      first: the number of its first instance.
-      instances: the mapped arguments of each.
-      fetch: waits for the results; None if the minibatch could not be planned.
-    """
-
-    first: int
-    instances: Sequence[tuple]
-    fetch: Callable[[], list[PyTree]] | None
+Begun = tuple[int, Sequence[tuple], Callable[[], list[PyTree]] | None]  # see `_begun`
 
 
 def stream(core: Core, args: tuple, batch_size: int, ahead: int, ordered: bool) -> Iterator[Any]:
@@ -53,12 +42,16 @@ def stream(core: Core, args: tuple, batch_size: int, ahead: int, ordered: bool) 
 def _begun(
     one_by_one: OneByOne, shared: tuple[Any, ...], first: int, instances: Sequence[tuple]
 ) -> Begun:
-    """Plans a minibatch, and has the device begin."""
+    """Plans a minibatch, and has the device begin.
+
+    Returns (the number of its first instance, the mapped arguments of each, what waits for the
+    results; None if it could not be planned).
+    """
     try:
         plan = one_by_one.plan(shared, instances)
-        return Begun(first, instances, one_by_one.start(shared, instances, plan))
+        return first, instances, one_by_one.start(shared, instances, plan)
     except Exception:  # in its turn, and once it is known whose it is
-        return Begun(first, instances, None)
+        return first, instances, None
 
 
 def minibatches_of(rows: Iterator[tuple], size: int) -> Iterator[tuple[int, list[tuple]]]:
