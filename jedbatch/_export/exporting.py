@@ -341,8 +341,7 @@ def _exported_variant(
     shared = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (*avals, *arrays)]
     executor = Executor(prepare, signature, lambda _: None)
     with without_mesh():
-        data, has_prologue, gradients = programs_of_variant(executor, reverse, shared, platforms)
-    return Variant(signature, reverse, (), has_prologue, gradients, data), arrays
+        return programs_of_variant(executor, reverse, shared, platforms), arrays
 
 
 def _written_array(

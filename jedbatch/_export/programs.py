@@ -215,17 +215,14 @@ def programs_of_variant(
     reverse: ReverseSignature | None,
     shared: Sequence[Any],
     platforms: Sequence[str],
-) -> tuple[dict[str, bytes], bool, tuple[tuple[bool, ...], tuple[bool, ...]]]:
-    """Exports the programs of a signature.
+) -> Variant:
+    """Exports the programs of a signature, whose constants are not numbered yet.
 
     Args:
       executor: what runs them here.
       reverse: if there are to be gradients.
       shared: types of the shared values.
       platforms: to export for, as `jax.export` names them.
-
-    Returns:
-      (programs by name, whether `pack` does anything, `Variant.gradients`).
     """
     signature = executor.signature
     i32, kinds = jax.numpy.int32, signature.arenas
@@ -265,7 +262,7 @@ def programs_of_variant(
     packed = export("pack", pack, shared)
     export("forward", forward, packed, inputs, table, rows(signature.rows))
     if reverse is None:
-        return data, has_prologue, ((), ())
+        return Variant(signature, None, (), has_prologue, ((), ()), data)
     export("save", save, shared, inputs, table)
     state = jax.eval_shape(lambda *args: executor._save(*args)[1], shared, inputs, table)
     leaves, structure = jax.tree.flatten(state)
@@ -288,4 +285,4 @@ def programs_of_variant(
         return [x for x in (*of_shared, *of_inputs) if x is not None]
 
     export("reverse", back, shared, tables, leaves, given)
-    return data, has_prologue, (there[0], there[1])
+    return Variant(signature, reverse, (), has_prologue, (there[0], there[1]), data)
