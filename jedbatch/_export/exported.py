@@ -16,7 +16,6 @@ from jedbatch._export import archive
 from jedbatch._export.binding import NodeTypes, called, labelled
 from jedbatch._export.encoding import dtype_named, from_json
 from jedbatch._export.planning import (
-    ByRankOr,
     ExportedStatic,
     InstanceForm,
     lowered,
@@ -121,7 +120,7 @@ class Exported:
     @property
     def policy(self) -> Policy | None:
         """The policy that chooses the batches; None where schedules by rank do."""
-        return self._policy.policy if isinstance(self._policy, ByRankOr) else self._policy
+        return self._policy
 
     # --- the programs of a platform ---
 
@@ -474,12 +473,9 @@ def _known(node_type: NodeType) -> NodeType:
 
 def _policy_of(written: Any) -> Policy | None:
     if written is None:
-        return ByRankOr(None)
+        return None
     kind, content = written
-    if kind == "heuristic":
-        return HEURISTICS[content]
-    machine = FSM.from_json(content)
-    return machine if kind == "machine" else ByRankOr(machine)
+    return HEURISTICS[content] if kind == "heuristic" else FSM.from_json(content)
 
 
 def _read(data: bytes, source: str) -> Exported:

@@ -380,7 +380,7 @@ def policy_to_json(core: Core) -> Any:
     """Returns the policy of a batched function as JSON; None where schedules by rank do."""
     policy = core.policy
     if isinstance(policy, Adaptive):
-        return None if policy.learned is None else ["adaptive", policy.learned.to_json()]
+        return None if policy.learned is None else ["machine", policy.learned.to_json()]
     if isinstance(policy, FSM):
         return ["machine", policy.to_json()]
     names = [name for name, known in HEURISTICS.items() if known is policy]

@@ -24,9 +24,7 @@ from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Static, input_name
 from jedbatch._program.returned import results_of_rows
-from jedbatch._schedule.components import by_rank
 from jedbatch._schedule.policy import Policy, schedule
-from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.plans.shards import values_at, with_room
 
 
@@ -47,17 +45,6 @@ class InstanceForm:
 
     structure: Any
     types: tuple[tuple, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class ByRankOr:
-    """Schedules by rank where that works, which is optimal, and by another policy elsewhere."""
-
-    policy: Policy | None
-
-    def schedule(self, graph: Graph) -> Schedule:
-        """Schedules a graph."""
-        return by_rank(graph) or schedule(graph, self.policy)
 
 
 def place(
