@@ -23,6 +23,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any
 
 from jedbatch import checks
@@ -144,26 +145,21 @@ async def _get_ready(
         await server.close(drain=False)
 
 
+@dataclass(frozen=True)
 class _Endpoint:
     """Answers what is posted; see `application`."""
 
-    def __init__(
-        self,
-        server: Server,
-        decode: Callable[[Any], Any],
-        encode: Callable[[Any], Any],
-        max_bytes: int,
-        max_depth: int,
-    ):
-        self._server = server
-        self._decode, self._encode = decode, encode
-        self._max_bytes, self._max_depth = max_bytes, max_depth
+    server: Server
+    decode: Callable[[Any], Any]
+    encode: Callable[[Any], Any]
+    max_bytes: int
+    max_depth: int
 
     async def predict(self, request: "HttpRequest") -> "Response":
         """The result of the instance in the body of a request, or what is wrong with it."""
         try:
             body = await self._body(request)
-            instance = self._instance(parsed(body, self._max_depth))
+            instance = self._instance(parsed(body, self.max_depth))
         except NoJsonError as error:
             return _failure(400, error)
         except _TooLargeError as error:
@@ -175,7 +171,7 @@ class _Endpoint:
         except Exception as error:  # of `decode`
             return _failure(422, error)
         with tracing.caller(request.headers):
-            answer = asyncio.ensure_future(self._server(*instance))
+            answer = asyncio.ensure_future(self.server(*instance))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -188,7 +184,7 @@ class _Endpoint:
 
     def _response(self, answer: "asyncio.Future[Any]") -> "Response":
         try:
-            text = json.dumps(self._encode(answer.result()), allow_nan=False)
+            text = json.dumps(self.encode(answer.result()), allow_nan=False)
         except (Overloaded, ServerClosed) as error:
             return _failure(503, error, {"retry-after": RETRY_SECONDS})
         except DeadlineExceeded as error:
@@ -205,8 +201,8 @@ class _Endpoint:
 
     def _instance(self, value: Any) -> tuple:
         """The mapped arguments of an instance."""
-        found = self._decode(value)
-        if not self._server.takes_several:
+        found = self.decode(value)
+        if not self.server.takes_several:
             return (found,)
         if not isinstance(found, tuple | list):
             raise TypeError(f"got {checks.shown(found)}; expected a list of the mapped arguments.")
@@ -214,15 +210,15 @@ class _Endpoint:
 
     async def _body(self, request: "HttpRequest") -> bytes:
         """The body of a request, of which no more is read than is allowed."""
-        message = f"the body has more than {self._max_bytes:,} bytes; expected less than that."
+        message = f"the body has more than {self.max_bytes:,} bytes; expected less than that."
         announced = request.headers.get("content-length", "0")
-        if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
+        if announced.isdecimal() and int(announced[:20]) > self.max_bytes:
             raise _TooLargeError(message)
         parts, size = [], 0
         async for part in request.stream():
             parts.append(part)
             size += len(part)
-            if size > self._max_bytes:
+            if size > self.max_bytes:
                 raise _TooLargeError(message)
         return b"".join(parts)
 

@@ -15,9 +15,11 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 
+@dataclass(eq=False, slots=True)
 class Request:
     """An instance that somebody waits for.
 
@@ -28,13 +30,10 @@ class Request:
       arrived: when it came, by `time.perf_counter`.
     """
 
-    __slots__ = ("arrived", "future", "instance", "span")
-
-    def __init__(self, instance: tuple[Any, ...], future: "asyncio.Future[Any]", span: Any):
-        self.instance = instance
-        self.future = future
-        self.span = span
-        self.arrived = time.perf_counter()
+    instance: tuple[Any, ...]
+    future: "asyncio.Future[Any]"
+    span: Any
+    arrived: float = field(default_factory=time.perf_counter)
 
 
 class Taken(NamedTuple):
