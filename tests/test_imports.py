@@ -229,7 +229,7 @@ READ_FRAMES = {
     "_support/frames.py",  # the depth of a recursion
     "_record/run/recursion.py",
     "_record/identity/escapes.py",  # what keeps a traced value
-    "_record/identity/concretization.py",  # whether code that a cell calls asks what a number is
+    "_record/identity/concretization.py",  # whether code asks what a number is, or which object
     "_record/run/units.py",  # which functions would be cells
     "_lazy/scope.py",  # where a scope is opened
 }

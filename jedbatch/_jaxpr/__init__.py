@@ -13,9 +13,7 @@ Read in this order:
 5. `known_functions`: Elementwise functions of JAX with a derivative rule of their own.
 6. `early_part`: A program in two: products that need some operands only, and all else.
 7. `symbolic_dims`: Extents that differ from instance to instance, as JAX's symbolic dimensions.
-8. `numbers`: Numbers in the bodies of loops, branches and calls, as operands.
-9. `same_programs`: Whether programs compute the same, one of which takes numbers that the other one
-   holds.
+8. `numbers`: Numbers in programs, as operands.
 10. `storage`: Storage of values: each is a row of an array that holds values of one shape and
    dtype.
 11. `identity`: Identity of values: the keys of everything that is remembered.

@@ -1,8 +1,8 @@
-"""Numbers in the bodies of loops, branches and calls, as operands.
+"""Numbers in programs, as operands.
 
-A body that reads a number of the instance, as in `lax.scan(lambda c, _: (c * rate, None), x)`,
-holds it as a literal of its program, or as a constant if it is an array. Programs that differ in
-such numbers only can be one program that takes them as operands.
+A program that reads a number of the instance, such as the body of a loop in
+`lax.scan(lambda c, _: (c * rate, None), x)`, holds it as a literal, or as a constant if it is an
+array. Programs that differ in such numbers only can be one program that takes them as operands.
 
 Numbers are counted in one order: of a program its constants; of each of its equations the literals
 it reads and then the numbers of its bodies; at last the literals among the results.
@@ -24,7 +24,7 @@ from jedbatch._jaxpr.interpret import (
     run_with_bodies,
     value_of,
 )
-from jedbatch._jaxpr.versions import Equation, consts_of, without_consts
+from jedbatch._jaxpr.versions import RULES_OF, Equation, consts_of, without_consts
 from jedbatch._support.types import Array, Dtype
 
 MAX_ELEMENTS = 4096  # of a constant that may become an operand
@@ -41,7 +41,7 @@ BODIES: Mapping[str, tuple[str, ...]] = {
 
 
 class Number(NamedTuple):
-    """A number in the body of an operation.
+    """A number in a program.
 
     Attributes:
       value: the number, or a small array.
@@ -82,7 +82,8 @@ def _is_numeric(dtype: Dtype) -> bool:
 
 def reads_numbers(eqn: Equation) -> bool:
     """Returns whether literals of an equation may become operands: not if it has other bodies."""
-    return eqn.primitive.name in BODIES or not inner_programs(eqn)
+    name = eqn.primitive.name
+    return name in BODIES or name in RULES_OF or not inner_programs(eqn)
 
 
 def is_literal(atom: object) -> bool:
@@ -119,11 +120,11 @@ def _number(literal: Literal) -> Number:
 def with_numbers(
     program: Any, numbers: Mapping[int, Any], args: Sequence[jax.Array]
 ) -> list[Array]:
-    """Returns the results of a program of one equation, some of whose numbers are replaced.
+    """Returns the results of a program some of whose numbers are replaced.
 
     Args:
-      program: the program; it has no constants, and its equation reads no literals.
-      numbers: values for numbers, by position among the numbers of its bodies.
+      program: the program.
+      numbers: values for numbers, by their positions.
       args: the arguments.
     """
     constant = {
@@ -168,17 +169,15 @@ def run_program(
             ]
             results = run_with_bodies(eqn, functions, values)
         elif any(first <= k < position for k in numbers):
-            out = eqn.primitive.bind(*values, **eqn.params)
-            results = out if eqn.primitive.multiple_results else [out]
+            results = run_equation(jaxpr, _reading_variables(eqn), values)
         else:
             results = run_equation(jaxpr, eqn, values)
         env.update(zip(eqn.outvars, results, strict=True))
     return [next_number(x.val) if is_literal(x) else value_of(x, env) for x in jaxpr.outvars]
 
 
-def literal(number: Number) -> Any:
-    """A number as what JAX writes into programs as a literal, if it has no axes."""
-    value, weak = number
-    if value.ndim:
-        return jax.numpy.asarray(value)
-    return value.item() if weak else value[()]
+def _reading_variables(eqn: Equation) -> Equation:
+    """The same equation with variables in place of literals."""
+    literals = [x for x in eqn.invars if isinstance(x, Literal)]
+    others = iter(jax.make_jaxpr(lambda *xs: xs)(*(x.aval for x in literals)).jaxpr.invars)
+    return eqn.replace(invars=[next(others) if isinstance(x, Literal) else x for x in eqn.invars])

@@ -34,7 +34,6 @@ from jedbatch._lazy.futures import Awaited, Future, Outcome, Returned, SharedFut
 from jedbatch._record.calls.fast_path import Description
 from jedbatch._record.cell import Cell, pause, recording
 from jedbatch._record.identity.mutation import Watched, holders_in
-from jedbatch._record.identity.number_operands import Lifted
 from jedbatch._record.instances.arrays import array_type, is_array
 from jedbatch._record.operations.operators import StaticSlice
 from jedbatch._record.operations.symbols import Shared, Symbol, Value
@@ -205,12 +204,10 @@ class LazyRecorder(Recorder):
 
     # --- operations ---
 
-    def cell_call_spec(
-        self, cell: Cell, args: tuple, static: dict, lifted: Lifted | None = None
-    ) -> Any:
+    def cell_call_spec(self, cell: Cell, args: tuple, static: dict) -> Any:
         """Returns how to record a call of a cell."""
         self._reader = cell.name
-        return super().cell_call_spec(cell, args, static, lifted)
+        return super().cell_call_spec(cell, args, static)
 
     def description(self, cell: Cell, args: tuple, static: dict) -> Description:
         for x in (*args, *static.values()):

@@ -268,7 +268,7 @@ class _Joining:
 
         key = "joined nodes", tuple(members), returned
         read_kinds = tuple([kind_of[k] for k in range(len(operand))])
-        spec = registry.call_spec(_name(node_types), key, call, shared, read_kinds, user_code=False)
+        spec = registry.call_spec(_name(node_types), key, call, shared, read_kinds)
         lines = (registry.lines.get(t, "") for t, _ in members)
         registry.lines[spec.node_type] = next(filter(None, lines), "")
         ragged = self.regions.on_tiles(spec.node_type)

@@ -283,7 +283,7 @@ class TileTypes:
                 kinds += self.registry.kinds_of([ROW_NUMBER, ROW_NUMBER] * reads_rows)
                 call = _running(program, step, self.rows)
                 ids = tuple(shared[v] for v in step.shared)
-            call_spec = self.registry.call_spec(name, key, call, ids, tuple(kinds), user_code=False)
+            call_spec = self.registry.call_spec(name, key, call, ids, tuple(kinds))
             type_id = call_spec.node_type
             self.registry.lines[type_id] = self.registry.lines.get(ragged.id, "")
             identity: tuple[np.ndarray, ...] = ()
@@ -330,7 +330,7 @@ class TileTypes:
             key = "joined tiles", self.rows, ragged.number, count, guarded
             read = (*kinds, *[kind for kind in tiles for _ in range(count)])
             call = functools.partial(program.run, size=self.rows, tiles=count, guarded=guarded)
-            spec = registry.call_spec(name, key, call, node_type.shared, read, user_code=False)
+            spec = registry.call_spec(name, key, call, node_type.shared, read)
             registry.lines[spec.node_type] = registry.lines.get(ragged.id, "")
             return spec.node_type
 

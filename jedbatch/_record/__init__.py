@@ -24,18 +24,17 @@ Read in this order:
    changes to them.
 7. `identity.primitives`: Keys that tell operations of JAX apart: keys of primitives, their
    parameters and jaxprs.
-8. `identity.arithmetic`: Arithmetic of Python on numbers that cells hold or instances have, before
-   JAX sees a result.
+8. `identity.arithmetic`: Arithmetic of Python on numbers of instances, before JAX sees a result.
 9. `identity.assumptions`: `Assumptions`: what is constant until more than a few variants of it were
    met, then data.
-10. `identity.concretization`: Whether Python asks what a number is, which is an operand while a
-   cell is traced.
-11. `identity.number_operands`: Numbers of instances in the bodies and closures of operations, as
-   operands.
+10. `identity.concretization`: Whether Python asks what something is that another object stands for:
+   its type, or its identity.
+11. `identity.number_operands`: Numbers of instances in the programs of operations, as operands.
 12. `identity.unseen`: Values that the program of a cell reads and that its identity does not show.
 13. `identity.escapes`: Traced values that outlive their trace: kept by the user, or by the caches
    of libraries.
-14. `identity.mutation`: Containers that may change, and whether they hold what they held before.
+14. `identity.mutation`: Containers and functions that may change, and whether they hold what they
+   held before.
 15. `cell`: `cell`: a function as one unit of batching.
 16. `types.element_functions`: Functions of one element of a list, computed once where the element
    is made.
@@ -43,7 +42,7 @@ Read in this order:
 18. `types.list_cells`: Cells that take lists of any length: one type for many lengths.
 19. `types.shared_values`: Values that do not depend on the instance, and how they are computed
    before the nodes.
-20. `types.shared_operands`: Shared arrays that cells get in place of values.
+20. `types.shared_operands`: Shared arrays that cells and operations get in place of values.
 21. `types.custom_rules`: Functions with a derivative rule of their own, as operations.
 22. `types.registry`: Types, shared values and calls seen while recording, interned.
 23. `operations.failures`: Notes of errors of users' functions, besides what JAX says: where they

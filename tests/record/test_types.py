@@ -186,8 +186,8 @@ def test_cells_that_close_over_symbolic_values():
 def test_warns_when_every_call_makes_a_new_cell():
     def fn(params, n):
         h = params
-        for i in range(n):
-            h = jedbatch.cell(lambda x, i=i: x + len(range(i)))(h)  # Python decides on i
+        for i in range(n):  # Python decides on `i`
+            h = jedbatch.cell(lambda x, i=i: functools.reduce(jnp.minimum, [x] * (i + 1)))(h)
         return h
 
     with pytest.warns(RecompilationWarning, match="positional argument"):

@@ -334,8 +334,7 @@ def describe_cell(recorder: RecorderLike, cell: Cell) -> DescribedCell:
     """Returns the description of a cell's function, as long as it holds what it does now.
 
     Raises `NotDescribedError` for what may change without a trace: functions that hold arrays of
-    NumPy, or objects that are not seen into; and for functions that hold numbers which differ from
-    call to call.
+    NumPy, or objects that are not seen into.
     """
     fn = cell.fn
     holders = holders_in(fn) if cell.is_inner else None
@@ -347,8 +346,6 @@ def describe_cell(recorder: RecorderLike, cell: Cell) -> DescribedCell:
             "closes over an array of NumPy, or over an object that may change unseen; pass what it "
             "reads as an argument"
         )
-    if recorder.registry.numbers_held(fn, recorder.computed)[1] is not None:
-        raise NotDescribedError  # which are operands, as they are meant to be
     captured = {k: x for k, x in enumerate(values) if isinstance(x, Tracer)}
     identity = identity_without(recorder, fn, captured)
     symbols = list(map(recorder.symbol, captured.values()))
@@ -413,7 +410,7 @@ def identity_without(recorder: RecorderLike, fn: Any, places: Collection[int]) -
 
     if not objects:
         return (identity(True), held_functions(fn)) if places else identity(True)
-    if code_of(fn) in recorder.registry.lifting.by_object:
+    if code_of(fn) in recorder.registry.finding:
         return identity(True), held_functions(fn)
     return ByAttributes(identity(False), held_functions(fn))
 

@@ -2,7 +2,7 @@
 
 The arguments of a call are flattened. Arrays and numbers are operands, whether they are symbolic or
 not, and so are symbolic values that the function holds, and numbers that differ from call to call
-(see `closures`, `lifting`). Everything else is part of the type.
+(see `number_operands`). Everything else is part of the type.
 """
 
 import contextlib
@@ -15,10 +15,7 @@ from jax.core import Tracer
 from jax.extend.core import take_current_trace
 
 from jedbatch import checks
-from jedbatch._graph.operations import CallSpec
-from jedbatch._graph.types import operation_of
 from jedbatch._jaxpr.identity import tree_key, typed_or_same
-from jedbatch._jaxpr.same_programs import is_same_with
 from jedbatch._jaxpr.symbolic_dims import as_number
 from jedbatch._record.calls.fast_path import (
     FUNCTION_TYPES,
@@ -26,9 +23,8 @@ from jedbatch._record.calls.fast_path import (
     NotDescribedError,
     identity_without,
 )
-from jedbatch._record.cell import Cell, holds_array, pause, spelled, static_options
-from jedbatch._record.identity.arithmetic import Operands, Unforeseen, read_by_jax, reading_numbers
-from jedbatch._record.identity.concretization import Asked, noting_whether_it_asks
+from jedbatch._record.cell import Cell, holds_array, spelled, static_options
+from jedbatch._record.identity.concretization import finds_objects, noting_calls
 from jedbatch._record.identity.function_leaves import (
     code_of,
     held_values,
@@ -37,13 +33,12 @@ from jedbatch._record.identity.function_leaves import (
     with_held_values,
 )
 from jedbatch._record.identity.functions import function_identity
-from jedbatch._record.identity.number_operands import Lifted
-from jedbatch._record.identity.primitives import Keys
+from jedbatch._record.identity.number_operands import numbers_held
 from jedbatch._record.instances.arrays import flatten, is_array
 from jedbatch._record.instances.key import is_constant
 from jedbatch._record.operations.failures import note_call
 from jedbatch._record.operations.symbols import RecorderLike, Shared, Symbol, Value
-from jedbatch._record.types.registry import NUMBER_TYPES
+from jedbatch._record.types.registry import NUMBER_TYPES, CellSpec
 from jedbatch._record.types.shared_operands import VALUE
 from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import SymbolicValueError
@@ -53,33 +48,13 @@ def slow_path(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
     """Records a call of a cell: any pytrees of anything."""
     registry = recorder.registry
     num_nodes, num_values = len(recorder.call_specs), recorder.num_values
-    lifting = registry.lifting
-    while True:
-        skeleton, lifted = registry.numbers_held(cell.fn, recorder.computed)
-        try:
-            recorded = recorder.cell_call_spec(cell, args, static, lifted)
-        except Unforeseen:
-            continue  # with more operands
-        except Exception:
-            if lifted is None:
-                raise
-        else:
-            if (
-                lifted is None
-                or recorded is None
-                or _reads_no_number(recorder, cell, args, static, lifted, recorded[0])
-            ):
-                break
-            call = recorded[0].node_type
-            if lifting.asks(call) and lifting.sets_apart(call, lifted):
-                recorded = recorder.cell_call_spec(cell, args, static)
-                break
-        lifting.fix(skeleton)  # Python reads a number
+    recorded = recorder.cell_call_spec(cell, args, static)
     if recorded is None:  # inside another transformation: not ours to record
         return cell.fn(*args, **static)
-    call_spec, references = recorded
+    spec, references = recorded
+    call_spec = spec.call_spec
     try:
-        if lifted is not None:
+        if spec.positions:
             raise NotDescribedError  # numbers that are operands, as they are meant to be
         if call_spec.node_type in registry.unseen:
             raise NotDescribedError("reads arrays that no argument shows; pass them")
@@ -109,38 +84,6 @@ def _made_values(
     return tuple(itertools.chain.from_iterable(places))
 
 
-def _reads_no_number(
-    recorder: RecorderLike,
-    cell: Cell,
-    args: tuple,
-    static: dict,
-    lifted: Lifted,
-    call_spec: CallSpec,
-) -> bool:
-    """Returns whether a cell computes the same whether some numbers are operands or constants.
-
-    It does not where Python asks what the numbers are, as `isinstance` does, or functions of JAX
-    do. Whether that matters depends on the sign and the magnitude of a number most often, so calls
-    are compared for each of them; and for each number where code asks for types.
-    """
-    registry, numbers = recorder.registry, lifted.operands
-    objects = objects_by_identity(cell.fn)
-    if not registry.lifting.is_new(call_spec.node_type, lifted, objects):
-        return not registry.lifting.is_apart(call_spec.node_type, lifted)
-
-    found = _prepared(recorder, cell, args, static, None)
-    assert found is not None
-    program = operation_of(registry.node_types[call_spec.node_type]).jaxpr
-    parts = found.call, found.shared, found.kinds
-    constant, tree, _ = registry.trace(cell.name, *parts, alone=False)
-    with pause(), jax.ensure_compile_time_eval():
-        same = tree == (call_spec.tree or jax.tree.structure(0))
-        same = same and is_same_with(numbers, program, constant, Keys().written)
-    if same:
-        registry.lifting.note_compared(call_spec.node_type, lifted, objects)
-    return same
-
-
 class PreparedCall(NamedTuple):
     """A call of a cell, before it is traced.
 
@@ -154,8 +97,8 @@ class PreparedCall(NamedTuple):
       options: the keyword arguments, as part of the key.
       slots: the kind of each leaf of the arguments.
       named: the keyword arguments that hold operands.
-      holds_operands: whether operands are among what the function holds.
-      asked: whether Python asked what numbers are that are operands, each time it was traced.
+      captured: the symbolic values that the function holds, by position.
+      finds: whether Python asked which objects the function holds, each time it was traced.
     """
 
     key: tuple
@@ -167,8 +110,8 @@ class PreparedCall(NamedTuple):
     options: Hashable
     slots: list[Hashable]
     named: dict[str, Any]
-    holds_operands: bool
-    asked: list[Asked]
+    captured: dict[int, Tracer]
+    finds: list[bool]
 
     @property
     def kinds(self) -> tuple[int, ...]:
@@ -176,33 +119,23 @@ class PreparedCall(NamedTuple):
         return tuple([v.type for v in self.operands])
 
 
-def _prepared(
-    recorder: RecorderLike,
-    cell: Cell,
-    args: tuple,
-    static: dict,
-    lifted: Lifted | None,
-) -> PreparedCall | None:
+def _prepared(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> PreparedCall | None:
     """Returns a call of a cell; None if it is not ours to record. For arguments see below."""
     fn = cell.fn
     named = {name: value for name, value in static.items() if holds_array(name, value)}
     static = {name: value for name, value in static.items() if name not in named}
     options = static_options(cell, static)
     captured = {k: x for k, x in enumerate(held_values(fn)) if isinstance(x, Tracer)}
-    places = [*captured, *(lifted.held if lifted else ())]
-    operands_of_python = [recorder.number(x) for x in lifted.operands] if lifted else []
-    from_closure = [*captured.values(), *operands_of_python]
+    from_closure = list(captured.values())
     leaves, tree = flatten((args, from_closure, named), f"an argument of cell `{cell.name}`")
     leaves = [as_number(leaf) for leaf in leaves]
     if _is_foreign(recorder, leaves):
         return None
-    identity = identity_without(recorder, fn, places)
+    identity = identity_without(recorder, fn, captured)
     by_attributes = isinstance(identity, ByAttributes)
-    if lifted:
-        identity = identity, lifted.arithmetic.key
     _make_values(recorder, (identity, options, tree_key(tree)), leaves)
     slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
-    asked: list[Asked] = []
+    finds: list[bool] = []
 
     def call(shared_values, operand_values):
         sources = {"shared": iter(shared_values), "value": iter(operand_values)}
@@ -210,42 +143,24 @@ def _prepared(
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
         args, values, arrays = jax.tree.unflatten(tree, filled)
         watched: Any = contextlib.nullcontext()
-        objects = objects_by_identity(fn)
-        if lifted or by_attributes or any(map(holds_traced, objects)):
-            watched = noting_whether_it_asks(asked, by_attributes or bool(objects))
-        held = dict(zip(captured, values, strict=False))
-        with reading_numbers() if lifted else contextlib.nullcontext() as trace:
-            operands = None
-            if lifted:
-                operands = Operands(lifted.arithmetic, values[len(captured) :])
-                held |= {k: operands.held(trace, k, x) for k, x in lifted.held.items()}
-            try:
-                with watched:
-                    results = with_held_values(fn, held)(*args, **static, **arrays)
-            except Exception as error:
-                note_call(error, cell.name, fn, args, static | arrays)
-                raise
-            if operands is None:
-                return results
-            results = jax.tree.map(read_by_jax, results)
-        if operands.missing:
-            operands.arithmetic.note_read(list(operands.missing))
-            raise Unforeseen
-        return results
+        if by_attributes or any(map(holds_traced, objects_by_identity(fn))):
+            watched = noting_calls(finds, finds_objects)
+        held = dict(zip(captured, values, strict=True))
+        try:
+            with watched:
+                return with_held_values(fn, held)(*args, **static, **arrays)
+        except Exception as error:
+            note_call(error, cell.name, fn, args, static | arrays)
+            raise
 
     key = ("cell", identity, options, tree_key(tree), tuple(slots))
-    holds = bool(places)
     own = identity, by_attributes, options
-    return PreparedCall(key, call, tuple(shared), operands, *own, slots, named, holds, asked)
+    return PreparedCall(key, call, tuple(shared), operands, *own, slots, named, captured, finds)
 
 
 def cell_call_spec(
-    recorder: RecorderLike,
-    cell: Cell,
-    args: tuple,
-    static: dict,
-    lifted: Lifted | None,
-) -> tuple[CallSpec, list] | None:
+    recorder: RecorderLike, cell: Cell, args: tuple, static: dict
+) -> tuple[CellSpec, list] | None:
     """(how to record a call of a cell, its references); None if it is not ours to record.
 
     Args:
@@ -253,21 +168,29 @@ def cell_call_spec(
       cell: the cell.
       args: its positional arguments.
       static: its keyword arguments.
-      lifted: numbers it holds of which operands are computed.
     """
-    found = _prepared(recorder, cell, args, static, lifted)
+    found = _prepared(recorder, cell, args, static)
     if found is None:
         return None
-    fn, num_types = cell.fn, len(recorder.registry.node_types)
+    fn, registry, num_types = cell.fn, recorder.registry, len(recorder.registry.node_types)
+    numbers = numbers_held(fn, recorder.computed)
+    last = len(found.slots) - len(flatten(found.named, "an argument")[0])
+    place = found.slots[:last].count("value")
+
+    def family() -> Hashable:
+        """What the function is known by without the numbers that it holds."""
+        return identity_without(recorder, fn, [*found.captured, *numbers]), found.options
+
     try:
-        call_spec = recorder.registry.call_spec(
+        spec = registry.cell_spec(
             cell.name,
             found.key,
             found.call,
             found.shared,
             found.kinds,
-            user_code=True,
             static=spelled(static),
+            holds=family if numbers else None,
+            place=place,
         )
     except jax.errors.ConcretizationTypeError as error:
         error.add_note(
@@ -276,14 +199,12 @@ def cell_call_spec(
             "keyword: keyword arguments are static."
         )
         raise
-    lifting = recorder.registry.lifting
-    if found.asked:
-        asked = Asked(*map(any, zip(*found.asked, strict=True)))
-        lifting.note_asking(call_spec.node_type, asked)
-        if asked.identity and found.by_attributes:
-            lifting.by_object.add(code_of(fn))
-            return cell_call_spec(recorder, cell, args, static, lifted)
-    finds = found.holds_operands and lifting.finds(call_spec.node_type)
+    call_spec = spec.call_spec
+    if any(found.finds):
+        registry.finding.add(code_of(fn))
+        if found.by_attributes:
+            return cell_call_spec(recorder, cell, args, static)
+    finds = found.captured and code_of(fn) in registry.finding
     if finds and any(map(holds_traced, objects_by_identity(fn))):
         raise SymbolicValueError(
             f"cell `{cell.name}` holds an object with a value of the instance in it, and "
@@ -291,14 +212,16 @@ def cell_call_spec(
             "a copy of the object. Pass the value to the cell as an argument."
         )
     is_new = call_spec.node_type >= num_types
-    recorder.caching &= call_spec.node_type not in recorder.registry.unseen
+    recorder.caching &= call_spec.node_type not in registry.unseen
     if hasattr(fn, "__code__") and is_new:
-        recorder.registry.warn_if_many(fn.__code__, found.identity, f"cell `{cell.name}`")
-    calls = found.identity, found.options
+        registry.warn_if_many(fn.__code__, found.identity, f"cell `{cell.name}`")
+    references = [v.index for v in found.operands]
+    references[place:place] = [recorder.number(x).index for x in spec.operands]
     is_operand = [slot == "value" for slot in found.slots]
-    given = args, found.named
-    recorder.registry.arities.note(calls, fn, given, is_operand, call_spec.node_type)
-    return call_spec, [v.index for v in found.operands]
+    is_operand[last:last] = [True] * len(spec.operands)
+    calls = spec.family or (found.identity, found.options)
+    registry.arities.note(calls, fn, (args, found.named), is_operand, call_spec.node_type)
+    return spec, references
 
 
 def _make_values(recorder: RecorderLike, cell: Hashable, leaves: list[Leaf]) -> None:

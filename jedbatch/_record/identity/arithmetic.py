@@ -1,33 +1,28 @@
-"""Arithmetic of Python on numbers that cells hold or instances have, before JAX sees a result.
+"""Arithmetic of Python on numbers of instances, before JAX sees a result.
 
-    t = 0.3                                  # a number of the instance
-    jedbatch.cell(lambda p: p * (t // 0.1))(p)
+    lambda p, t: p * (t // 0.1)              # t: a float of the instance
 
-`//` is Python's here, in 64 bits, and JAX sees its result alone. So what becomes an operand of the
-cell is `t // 0.1`, not `t`. While the cell is traced, `t` is a `PythonNumber`: Python's and NumPy's
+`//` is Python's here, in 64 bits, and JAX sees its result alone. So what becomes an operand is
+`t // 0.1`, not `t`. While an instance is recorded, `t` is a `PythonNumber`: Python's and NumPy's
 operators on it compute with its value and note what they did, and an operation of JAX that reads
-one takes an operand in its place. For other numbers Python computes the operands by these notes,
+one takes an operand in its place. For other instances Python computes the operands by these notes,
 which are exact, as the same operators are applied to the same objects. Whatever asks for the value
-itself is an error, as it is of a tracer, and the number is part of the type of the cell. So it is
-with floats of instances (see `floats`).
+itself is an error, as it is of a tracer, and floats are part of what tells instances apart (see
+`floats`).
 """
 
-import contextlib
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray, Trace, Tracer
-from jax.extend.core import set_current_trace, take_current_trace
+from jax.core import ShapedArray, Tracer
 
 from jedbatch._jaxpr.interpret import names_in
-from jedbatch._jaxpr.numbers import MAX_ELEMENTS, Number, literal
+from jedbatch._jaxpr.numbers import MAX_ELEMENTS, Number
 from jedbatch._record.instances.arrays import FLOAT_TYPES, array_type
-from jedbatch._support.types import Array
 
 OPERATORS = names_in("add sub mul truediv floordiv mod pow matmul lshift rshift and or xor")
 COMPARISONS = names_in("lt le gt ge eq ne")
@@ -38,12 +33,8 @@ METHODS = names_in(
 )
 
 
-class Unforeseen(Exception):
-    """A result of Python's arithmetic was read that is no operand of the cell yet."""
-
-
 class _Held(NamedTuple):
-    """A number that a function holds, by its place among these."""
+    """A number of an instance, by its place among these."""
 
     place: int
 
@@ -61,16 +52,14 @@ class _Result(NamedTuple):
 
 
 class Arithmetic:
-    """The operations of Python on the numbers that a function holds.
+    """The operations of Python on the numbers of instances.
 
     Attributes:
       read: the steps whose results operations of JAX read, in order; these are operands.
-      key: equal for equal operations that lead to equal operands.
     """
 
     def __init__(self) -> None:
         self.read: tuple[int, ...] = ()
-        self.key: Hashable = ()
         self._steps: list[_Held | _Step] = []
         self._ids: dict[Hashable, int] = {}
         self._needed: tuple[int, ...] = ()
@@ -104,14 +93,12 @@ class Arithmetic:
             if k in needed and isinstance(step, _Step):
                 needed |= {x.step for x in step.operands if isinstance(x, _Result)}
         self._needed = tuple(sorted(needed))
-        keys = list(self._ids)
-        self.key = self.read, tuple([(k, keys[k]) for k in self._needed])
 
     def results(self, numbers: Mapping[int, Any]) -> list[Number]:
         """Returns the operands, computed by Python.
 
         Args:
-          numbers: the numbers that a function holds, by their places.
+          numbers: of an instance, by their places.
         """
         found: dict[int, Any] = {}
         for k in self._needed:
@@ -165,83 +152,6 @@ def _type_of_float(kind: type, _: bool) -> tuple[Any, bool]:
     return array_type(kind(0))[1:]
 
 
-class Operands:
-    """The operands of a cell that is traced, in place of results of Python's arithmetic.
-
-    Args:
-      arithmetic: of the cell.
-      values: the operands.
-
-    Attributes:
-      missing: steps whose results were read, but are no operands.
-    """
-
-    def __init__(self, arithmetic: Arithmetic, values: Sequence[Array]):
-        self.arithmetic = arithmetic
-        self.missing: dict[int, None] = {}
-        self._values = dict(zip(arithmetic.read, values, strict=True))
-
-    def held(self, trace: Any, place: int, value: Any) -> Any:
-        """Returns what stands for a number that a function holds while it is traced."""
-        number = PythonNumber(trace, self, self.arithmetic.held(place), value)
-        return self.read(number) if isinstance(value, jax.Array) else number  # JAX computes with it
-
-    def read(self, number: "PythonNumber") -> Array:
-        """Returns what an operation of JAX reads; a constant if it is not an operand yet."""
-        if number.step in self._values:
-            return self._values[number.step]
-        self.missing[number.step] = None
-        return self.constant(number)
-
-    def hash_of(self, number: "PythonNumber") -> int:
-        """Returns the hash of a number, which is equal to itself alone, as of a tracer."""
-        return object.__hash__(number)
-
-    def constant(self, number: "PythonNumber") -> Array:
-        """Returns the value of a number as an array."""
-        with set_current_trace(number._trace.inner):  # none while an operation is processed
-            return jnp.asarray(literal(as_jax_sees(number.value)))
-
-
-class ReadingNumbers(Trace):
-    """Hands operations on to another trace, which reads operands in place of Python's numbers.
-
-    Args:
-      inner: the trace.
-    """
-
-    def __init__(self, inner: Any):
-        super().__init__()
-        self.requires_low = inner.requires_low
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:  # what some operations ask of the trace
-        return getattr(self.inner, name)
-
-    def stage_value(self, val):
-        return self.inner.stage_value(val)
-
-    def process_primitive(self, primitive, tracers, params, /):
-        return self.inner.process_primitive(primitive, list(map(read_by_jax, tracers)), params)
-
-    def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, **told):
-        tracers = list(map(read_by_jax, tracers))
-        return self.inner.process_custom_jvp_call(primitive, fun, jvp, tracers, **told)
-
-    def process_custom_vjp_call(self, primitive, fun, fwd, bwd, tracers, /, **told):
-        tracers = list(map(read_by_jax, tracers))
-        return self.inner.process_custom_vjp_call(primitive, fun, fwd, bwd, tracers, **told)
-
-
-@contextlib.contextmanager
-def reading_numbers() -> Iterator[ReadingNumbers]:
-    """Inside, operations of JAX read operands in place of numbers with which Python computes."""
-    with take_current_trace() as inner:
-        trace = ReadingNumbers(inner)
-        with set_current_trace(trace):
-            yield trace
-
-
 def _is_plain(x: Any) -> bool:
     return isinstance(x, int | float | complex | np.generic | np.ndarray)
 
@@ -279,18 +189,18 @@ def _attribute(name: str) -> property:
 
 
 class PythonNumber(Tracer):
-    """A number or small array of Python or NumPy, while a cell is traced that holds it.
+    """A number of Python or NumPy, while an instance is recorded that has it.
 
     Args:
-      trace: of the cell, a `ReadingNumbers`.
-      operands: of the cell.
+      trace: the recorder.
+      operands: gives what operations of JAX read, and has the `arithmetic`.
       step: the id of the operation that computed it.
-      value: what it is in this call.
+      value: what it is in this instance.
     """
 
     __slots__ = ("operands", "step", "value")
 
-    def __init__(self, trace: Any, operands: Operands, step: int, value: Any):
+    def __init__(self, trace: Any, operands: Any, step: int, value: Any):
         self._trace = trace
         self.operands = operands
         self.step = step
@@ -309,9 +219,9 @@ class PythonNumber(Tracer):
         result = operation(*values[:first], **_named(names, values[first:]))
         if step is None or not _is_plain(result) or np.size(result) > MAX_ELEMENTS:
             raise TypeError(
-                f"`{getattr(operation, '__name__', operation)}` of a number that a cell closes "
-                f"over gives {type(result).__name__}; expected numbers and small arrays, of which "
-                "Python computes operands. Pass it by keyword: keyword arguments are static."
+                f"`{getattr(operation, '__name__', operation)}` of a number of an "
+                f"instance gives {type(result).__name__}; expected numbers and small arrays, of "
+                "which Python computes operands."
             )
         return PythonNumber(self._trace, self.operands, step, result)
 

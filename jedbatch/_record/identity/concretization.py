@@ -1,8 +1,9 @@
-"""Whether Python asks what a number is, which is an operand while a cell is traced.
+"""Whether Python asks what something is that another object stands for: its type, or its identity.
 
 Code that decides on the value of an operand is an error of JAX. Code that asks for its type, as in
-`isinstance(t, float) and t == 0.5`, is none, but does something else than with a number. So what
-runs while a cell is traced is looked at, wherever it comes from: functions, methods, properties.
+`isinstance(t, float) and t == 0.5`, is none, but does something else than with a number. And code
+that looks an object up does not find a copy of it. So what runs while an instance is recorded, or a
+cell is traced, is looked at, wherever it comes from: functions, methods, properties.
 """
 
 import contextlib
@@ -11,8 +12,8 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from jax.core import Tracer
 
@@ -61,38 +62,23 @@ FINDS = frozenset({"BINARY_SUBSCR", "BUILD_SET", "CONTAINS_OP", "IS_OP", "SET_AD
 CONSTANT = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
 
 
-class Asked(NamedTuple):
-    """Whether Python code asked what operands are, or may have.
-
-    Attributes:
-      anything: for their types, or in another way.
-      identity: which objects hold them.
-    """
-
-    anything: bool
-    identity: bool
-
-
 @contextlib.contextmanager
-def noting_whether_it_asks(found: list[Asked], has_identity: bool = False) -> Iterator[None]:
-    """Adds to a list at the end whether Python code of the user inside asked, or may have.
+def noting_calls(found: list[bool], asks: Callable[[types.FrameType], bool]) -> Iterator[None]:
+    """Adds to a list at the end whether a call of Python code inside is one that `asks`.
 
-    If what it holds `has_identity`, it may ask for that, too: a copy is another object.
-
-    It may have where a profiler is at work, which takes the place that this needs.
+    Where a profiler is at work, which takes the place that this needs, one may be.
     """
     around = sys.getprofile()
     if not (around is None or getattr(around, "__module__", None) == __name__):
         yield
-        found.append(Asked(True, has_identity))
+        found.append(True)
         return
-    asked = finds = False
+    has_asked = False
 
     def note(frame: types.FrameType, event: Any, arg: Any) -> None:
-        nonlocal asked, finds
+        nonlocal has_asked
         if event == "call":
-            asked = asked or _asks(frame)
-            finds = finds or (has_identity and _finds(frame))
+            has_asked = has_asked or asks(frame)
         if around is not None:
             around(frame, event, arg)
 
@@ -101,10 +87,10 @@ def noting_whether_it_asks(found: list[Asked], has_identity: bool = False) -> It
         yield
     finally:
         sys.setprofile(around)
-        found.append(Asked(asked or finds, finds))
+        found.append(has_asked)
 
 
-def _asks(frame: types.FrameType) -> bool:
+def asks_types(frame: types.FrameType) -> bool:
     """Returns whether a call that begins may ask what an operand is: its type, or how it is spelt.
 
     Code that catches errors may, too: those of deciding on a value. So may the end of a `with`
@@ -135,7 +121,7 @@ def _may_ask(code: types.CodeType) -> bool:
     return any(_may_ask(c) for c in code.co_consts if isinstance(c, types.CodeType))
 
 
-def _finds(frame: types.FrameType) -> bool:
+def finds_objects(frame: types.FrameType) -> bool:
     """Returns whether a call that begins may ask which object something is."""
     is_of_user = not is_installed(frame.f_globals.get("__name__", ""))
     return is_of_user and _may_find(frame.f_code)

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from jedbatch._jaxpr.interpret import inner_programs
-from jedbatch._jaxpr.same_programs import RULES_OF
-from jedbatch._jaxpr.versions import without_consts
+from jedbatch._jaxpr.versions import RULES_OF, without_consts
 from jedbatch._record.cell import recording
-from jedbatch._record.identity.arithmetic import Arithmetic, Operands, PythonNumber, as_jax_sees
+from jedbatch._record.identity.arithmetic import Arithmetic, PythonNumber, as_jax_sees
 from jedbatch._record.identity.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
 from jedbatch._record.instances.arrays import FLOAT_TYPES, with_arrays_for_floats
 from jedbatch._record.operations.inlining import is_of_user
@@ -109,33 +108,43 @@ class Floating(tuple):
             values.append(recorder.leaf_value(kind, k, ()))
         self.operands = OperandsOfInstance(recorder, self.form.arithmetic, values[first:])
         for k, x in floats.items():
-            values[k] = self.operands.held(recorder, k, x)
+            values[k] = self.operands.held(k, x)
         return values[:first]
 
 
-class OperandsOfInstance(Operands):
-    """The operands of an instance that is recorded."""
+class OperandsOfInstance:
+    """The operands of an instance that is recorded, in place of results of Python's arithmetic.
+
+    Attributes:
+      arithmetic: of the floats of the instance.
+      missing: steps whose results were read, but are no operands yet.
+    """
 
     def __init__(self, recorder: RecorderLike, arithmetic: Arithmetic, values: Sequence[Value]):
-        super().__init__(arithmetic, values)
+        self.arithmetic = arithmetic
+        self.missing: dict[int, None] = {}
+        self._values = dict(zip(arithmetic.read, values, strict=True))
         self._recorder = recorder
 
+    def held(self, place: int, value: Any) -> PythonNumber:
+        """Returns what stands for a float of the instance."""
+        return PythonNumber(self._recorder, self, self.arithmetic.held(place), value)
+
     def read(self, number: PythonNumber) -> Array:
-        """Returns what an operation of JAX reads.
+        """Returns what an operation of JAX reads; a constant if it is not an operand yet.
 
         Raises `SymbolicValueError` if it is an operation of a cell that got the number unseen.
         """
         if recording.recorder is not self._recorder:
             raise refused(number, "a cell holds")
-        return super().read(number)
+        if number.step in self._values:
+            return self._values[number.step]
+        self.missing[number.step] = None
+        return self._recorder.number(as_jax_sees(number.value))
 
     def hash_of(self, number: PythonNumber) -> int:
         """Raises `SymbolicValueError`: what is looked up by a float depends on its value."""
         raise refused(number, "something is looked up by")
-
-    def constant(self, number: PythonNumber) -> Array:
-        """Returns the value, as an input of the instance."""
-        return self._recorder.number(as_jax_sees(number.value))
 
 
 def refused(number: PythonNumber, why: str) -> SymbolicValueError:

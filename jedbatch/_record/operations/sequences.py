@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jedbatch._record.cell import recording
-from jedbatch._record.identity.arithmetic import Operands, PythonNumber
+from jedbatch._record.identity.arithmetic import PythonNumber
 from jedbatch._record.identity.assumptions import Assumptions
 from jedbatch._record.instances.arrays import PLAIN_TYPES, array_type, children_of, rebuild
 from jedbatch._record.operations.symbols import RecorderLike, Value
@@ -148,7 +148,7 @@ def without_number(token: tuple) -> tuple:
     return (kind, places, *[x[:2] for x in of_each])
 
 
-class Elements(Operands):
+class Elements:
     """The elements of a sequence while an instance is recorded.
 
     Attributes:
@@ -166,7 +166,7 @@ class Elements(Operands):
         sequence: NumbersAsArray,
         rows: dict[int, tuple["Elements", int]],
     ):
-        self.arithmetic = typing.cast(Any, self)  # Python computes nothing with elements
+        self.arithmetic = self  # Python computes nothing with elements
         self.array, self.of_place = array, sequence.of_place
         self.length = len(sequence.numbers)
         self._recorder, self._leaf, self._rows = recorder, leaf, rows

@@ -16,7 +16,6 @@ from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import asks_for_type, is_ragged, refuse_iteration, refuse_writing
 from jedbatch._jaxpr.versions import traced_number
-from jedbatch._record.identity.number_operands import Lifted
 from jedbatch._record.operations.failures import note_operation
 from jedbatch._record.types.registry import Registry
 from jedbatch._support.types import Leaf, PyTree
@@ -85,9 +84,7 @@ class RecorderLike(Protocol):
 
     def shared_value(self, symbol: "Shared") -> "Value": ...
 
-    def cell_call_spec(
-        self, cell: Any, args: tuple, static: dict, lifted: Lifted | None = None
-    ) -> tuple[CallSpec, list] | None: ...
+    def cell_call_spec(self, cell: Any, args: tuple, static: dict) -> tuple[Any, list] | None: ...
 
     def description(self, cell: Any, args: tuple, static: dict) -> Any: ...
 

@@ -133,7 +133,7 @@ class StackedLists:
         shared = tuple(dict.fromkeys(s for t in types for s in t.shared))
         call = _with_rows(pattern_call(registry, pattern, shared, leaving), leaving, unstacked)
         name = f"{types[0].name}..{types[-1].name}"
-        call_spec = registry.call_spec(name, key, call, shared, kinds, user_code=False)
+        call_spec = registry.call_spec(name, key, call, shared, kinds)
         registry.lines[call_spec.node_type] = registry.lines.get(pattern.types[0], "")
         others = [0] * (len(kinds) - sum(lengths))
         if must_roll and not self._rolls(call_spec.node_type, len(shared), lengths, len(others)):
@@ -361,4 +361,4 @@ class _Merging(RecordedNodes):
         """Returns the type of a node that stacks values."""
         stack = lambda _, rows: jnp.stack(rows)  # noqa: E731
         kinds = (kind,) * length
-        return self.registry.call_spec("stack", "rows", stack, (), kinds, user_code=False).node_type
+        return self.registry.call_spec("stack", "rows", stack, (), kinds).node_type

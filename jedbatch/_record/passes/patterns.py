@@ -77,7 +77,6 @@ def merged_call_spec(registry: Registry, pattern: Pattern, leaving: int) -> Call
         pattern_call(registry, pattern, shared, leaving),
         shared,
         tuple(operands[k] for k in range(len(operands))),
-        user_code=False,
     )
     registry.lines[call_spec.node_type] = registry.lines.get(pattern.types[0], "")
     return call_spec

@@ -197,7 +197,6 @@ class Projections:
             lambda weights, operands: part.call([*weights, *operands]),
             tuple(shared[i] for i in part.read if i < count),
             (*read, *given),
-            user_code=False,
         ).node_type
 
 

@@ -71,7 +71,7 @@ def record_graph(
         if recorded is None or len(recorded[1]) != num_values:
             del recorder.input_group[first_input:], recorder.input_value[first_input:]
             return None
-        call_spec = call_specs[d] = recorded[0]
+        call_spec = call_specs[d] = recorded[0].call_spec
         same = made_by.setdefault(t, call_spec)
         if (same.results, same.tree) != (call_spec.results, call_spec.tree):
             raise TypeError(

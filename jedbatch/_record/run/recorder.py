@@ -64,7 +64,7 @@ from jedbatch._record.identity.mutation import (
     holders_in,
     holders_of_functions,
 )
-from jedbatch._record.identity.number_operands import Lifted, with_operands
+from jedbatch._record.identity.number_operands import with_operands
 from jedbatch._record.identity.primitives import identity_of_array, identity_of_constant
 from jedbatch._record.instances.arrays import array_type, is_array, owned_arrays, replace_arrays
 from jedbatch._record.operations.containers import shared_token, tokens_of_containers
@@ -90,7 +90,7 @@ from jedbatch._record.types.custom_rules import (
     calling_with_reverse,
     record_custom,
 )
-from jedbatch._record.types.registry import NUMBER_TYPES, CallSpec, Registry
+from jedbatch._record.types.registry import NUMBER_TYPES, CallSpec, CellSpec, Registry
 from jedbatch._record.types.shared_operands import VALUE
 from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import EscapedValueError
@@ -478,11 +478,9 @@ class Recorder(Trace):
             return self.call_cell(cell, jax.tree.map(read_by_jax, args), static)
         return slow_path(self, cell, args, static)
 
-    def cell_call_spec(
-        self, cell: Cell, args: tuple, static: dict, lifted: Lifted | None = None
-    ) -> tuple[CallSpec, list] | None:
+    def cell_call_spec(self, cell: Cell, args: tuple, static: dict) -> tuple[CellSpec, list] | None:
         """(how to record a call of a cell, its references); None if it is not ours to record."""
-        return cell_call_spec(self, cell, args, static, lifted)
+        return cell_call_spec(self, cell, args, static)
 
     # --- jit-ted functions and other primitives ---
 
@@ -573,7 +571,7 @@ class Recorder(Trace):
         symbols = [x for x in args if isinstance(x, Symbol)]
         if not symbols or key.is_ragged or any(is_ragged(x.aval.shape) for x in symbols):
             return ()
-        return self.registry.lifting.lifted(key.skeleton, key.numbers)
+        return self.registry.number_operands.positions(key.skeleton, key.numbers)
 
     def number(self, number: Number) -> Value:
         """A number in the body of an operation as an input of the instance."""
@@ -648,7 +646,7 @@ class Recorder(Trace):
 
     def node(self, name, key, call, shared, operands) -> PyTree:
         kinds = tuple(v.type for v in operands)
-        call_spec = self.registry.call_spec(name, key, call, shared, kinds, user_code=False)
+        call_spec = self.registry.call_spec(name, key, call, shared, kinds)
         self.references += [v.index for v in operands]
         return self.record(call_spec)
 

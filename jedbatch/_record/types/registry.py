@@ -9,9 +9,10 @@ import collections
 import functools
 import gc
 import itertools
+import types
 import warnings
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence, Set
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from jedbatch._graph.operations import Alike, CallSpec, Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.identity import Same, carried_key, is_immutable, tree_key
 from jedbatch._jaxpr.interpret import cares_for_padding, one_by_one, performs
+from jedbatch._jaxpr.numbers import Number, with_numbers
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.symbolic_dims import (
     RaggedType,
@@ -38,7 +40,7 @@ from jedbatch._record.cell import pause
 from jedbatch._record.identity.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
 from jedbatch._record.identity.environment import AccessPath, Reached
 from jedbatch._record.identity.escapes import is_kept, live_tracers, only_new_garbage
-from jedbatch._record.identity.number_operands import Lifted, Lifting
+from jedbatch._record.identity.number_operands import NumberOperands
 from jedbatch._record.identity.primitives import Keys, NumberedKeys, memory_of_constants, numbered
 from jedbatch._record.identity.unseen import check_shared, shows_arrays
 from jedbatch._record.instances.arrays import flatten, is_array
@@ -55,8 +57,33 @@ CALL_BYTES = 1 << 12  # of the description of a call, and of what it keeps alive
 MEMO_BYTES = 1 << 9  # of another way of recording, about
 MANY_CLOSURES = 32  # of one cell, or closed-over arrays, before we warn
 MANY_REPEATED = 256  # operations on shared values, recorded again for the instances of a minibatch
+SINGLE = jax.tree.structure(0)
 MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
 NUMBER_TYPES = (int, float, complex, np.generic)
+
+
+class CellSpec(NamedTuple):
+    """How calls of a cell are recorded.
+
+    Attributes:
+      call_spec: how.
+      family: equal for calls that differ in numbers which the function holds alone; None if it
+        holds none.
+      program: what is computed, without the numbers in it.
+      numbers: these numbers, if the function holds any.
+      positions: those of them that are operands.
+    """
+
+    call_spec: Any
+    family: Hashable = None
+    program: Any = None
+    numbers: tuple[Number, ...] = ()
+    positions: tuple[int, ...] = ()
+
+    @property
+    def operands(self) -> list[Number]:
+        """The numbers that are operands."""
+        return [self.numbers[k] for k in self.positions]
 
 
 class Registry:
@@ -84,7 +111,8 @@ class Registry:
       lengths_made: of arrays computed so, by (shape without length, dtype).
       takes_arrays: whether operations on shared values alone may read arrays of an instance.
       assumptions: what is constant, as few variants of it were met.
-      lifting: which numbers that operations hold are operands.
+      number_operands: which numbers that operations hold are operands.
+      finding: code of functions in which Python asks which objects they hold.
       unseen: ids of types of cells that read arrays which are found nowhere: they are traced
         at each call, and not recorded for later calls.
       arities: the calls of cells that differ in the length of lists.
@@ -140,7 +168,7 @@ class Registry:
         self._ids: dict[Hashable, Any] = {}
         self._value_type_ids: dict[tuple, int] = {}  # by what makes them, for those met before
         self.keys = Keys(budget)
-        self._of_states: dict[int, dict[Hashable, CallSpec]] = Memory(MAX_READ_STATES)
+        self._of_states: dict[int, dict[Hashable, CellSpec]] = Memory(MAX_READ_STATES)
         self._of_user = self._of_state(0)
         of_memo = each(MEMO_BYTES)
         self.operations: dict[tuple, tuple[CallSpec, tuple[int, ...]]] = Memory(
@@ -161,7 +189,8 @@ class Registry:
         self.warned: set[type] = set()  # of performance
         self.assumptions = Assumptions(budget)
         self.custom = CustomFunctions(budget)
-        self.lifting = Lifting(self.assumptions, budget)
+        self.number_operands = NumberOperands(self.assumptions)
+        self.finding: set[types.CodeType | None] = set()
         self.arities = Arities(
             self.node_types, self._add_type_like, self.keys.params_key, self.assumptions
         )
@@ -271,54 +300,138 @@ class Registry:
         """The id of a group of inputs that are read the same way."""
         return self._intern(self.groups, key)
 
-    def call_spec(
-        self, name, key, call, shared, operands, *, user_code: bool, static: str = ""
-    ) -> CallSpec:
+    def call_spec(self, name, key, call, shared, operands, static: str = "") -> CallSpec:
         """Returns how to record nodes that compute `call(shared values, operands)`.
 
         Args:
           name: for people.
-          key: equal for operations that are equal, whatever they read. Of user code, a memo in
-            front of tracing: its types are told apart by their programs.
+          key: equal for operations that are equal, whatever they read.
           call: returns a pytree of arrays; traced if the type is new.
           shared: ids of the shared values it reads.
           operands: value type ids of the operands.
-          user_code: whether it might leak tracers.
           static: the static arguments, for people.
         """
-        if self.is_traced and not user_code:
+        if self.is_traced:
             key = "traced", key  # there may be a gradient of what is reached, see `_closed`
         full = (key, shared, operands)
-        call_specs: dict[Hashable, CallSpec] = self._of_user if user_code else self._ids
-        call_spec = call_specs.get(full)
-        if call_spec is None and user_code:
-            call_spec = self._like_another(full, name, call, static)
+        call_spec: CallSpec | None = self._ids.get(full)
         if call_spec is None:
-            jaxpr, tree, extra = self.trace(name, call, shared, operands, user_code)
-            if user_code:
-                found = itertools.filterfalse(self.is_reached, extra)
-                check_shared(name, key, {s: self.shared[s].aval.str_short() for s in found})
-            own: Hashable = ("cell", self.keys.jaxpr_key(jaxpr)) if user_code else key
-            results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in jaxpr.out_avals)
-            node_type = NodeType(
-                name,
-                Operation((own, tree_key(tree)), jaxpr),
-                tuple(self.value_types[v] for v in operands),
-                (*extra, *shared),
-                tuple(self.value_types[v] for v in results),
-                self._label(name, static, operands, shared),
-            )
-            structure = None if tree == jax.tree.structure(0) else tree
-            type_id = self._intern(self.node_types, node_type)
-            self.lines.setdefault(type_id, line_of_user())
-            call_spec = call_specs[full] = self.add_call_spec(type_id, results, structure)
-            again = lambda: self.trace(name, call, shared, operands, True)[0]  # noqa: E731
-            if user_code and not shows_arrays(key, jaxpr, again):
-                self.unseen.add(type_id)
-                call_specs.pop(full, None)  # it may have been forgotten
-            elif user_code and not extra:
-                self._note_symbols(full, call_spec, jaxpr)
+            traced = self.trace(name, call, shared, operands, alone=False)
+            label = self._label(name, static, operands, shared)
+            call_spec = self._ids[full] = self._typed(name, label, key, traced, shared, operands)
         return call_spec
+
+    def cell_spec(
+        self,
+        name: str,
+        key: Hashable,
+        call: Callable,
+        shared: tuple[int, ...],
+        operands: tuple[int, ...],
+        *,
+        static: str = "",
+        holds: Callable[[], Hashable] | None = None,
+        place: int = 0,
+    ) -> CellSpec:
+        """Returns how to record calls of a cell, as `call_spec` does of other operations.
+
+        The key is a memo in front of tracing: types are told apart by their programs.
+
+        Args:
+          name: for people.
+          key: equal for calls that compute the same, whatever they read.
+          call: as of `call_spec`.
+          shared: ids of the shared values it reads.
+          operands: value type ids of the operands.
+          static: the static arguments, for people.
+          holds: if its function holds numbers, returns what is equal for calls that differ in these
+            alone.
+          place: where numbers in its program go that are operands, among the others.
+        """
+        full = (key, shared, operands)
+        known = self._of_user.get(full)
+        if known is None and holds is None:
+            known = self._like_another(full, name, call, static)
+        if known is not None and self._positions(known) == known.positions:
+            return known
+        traced = program, tree, extra = self.trace(name, call, shared, operands, alone=True)
+        found = itertools.filterfalse(self.is_reached, extra)
+        check_shared(name, key, {s: self.shared[s].aval.str_short() for s in found})
+        again = lambda: self.trace(name, call, shared, operands, alone=True)[0]  # noqa: E731
+        is_seen = shows_arrays(key, program, again)
+        family = holds and holds()
+        skeleton, numbers = self.keys.written(program) if holds else (None, ())
+        read = (*extra, *shared)
+        made = CellSpec(None, family, (family, skeleton, tree_key(tree), read, operands), numbers)
+        made = made._replace(positions=self._positions(made))
+        if made.positions:
+            call_spec = self._taking_numbers(name, made, program, tree, static, place)
+        else:
+            label = self._label(name, static, operands, shared)
+            own = "cell", self.keys.jaxpr_key(program)
+            call_spec = self._typed(name, label, own, traced, shared, operands)
+        made = made._replace(call_spec=call_spec)
+        if not is_seen:
+            self.unseen.add(call_spec.node_type)
+            self._of_user.pop(full, None)
+            return made
+        self._of_user[full] = made
+        if holds is None and not extra:
+            self._note_symbols(full, call_spec, program)
+        return made
+
+    def _positions(self, known: CellSpec) -> tuple[int, ...]:
+        """Returns which numbers in the program of a call are operands by now.
+
+        Calls with numbers that were constants until now are described anew.
+        """
+        before = self.assumptions.version("numbers")
+        found = self.number_operands.positions(known.program, known.numbers, known.family)
+        if self.assumptions.version("numbers") != before:
+            self.forget_calls()
+        return found
+
+    def _taking_numbers(
+        self, name: str, made: CellSpec, program: Any, tree: PyTreeDef, static: str, place: int
+    ) -> CallSpec:
+        """Returns how to record a program some of whose numbers are operands."""
+        *_, shared, operands = made.program
+        kinds = [self.value_type(x.value.shape, x.value.dtype, x.weak) for x in made.operands]
+        last = place + len(kinds)
+
+        def call(shared_values, operand_values):
+            numbers = dict(zip(made.positions, operand_values[place:last], strict=True))
+            args = [*shared_values, *operand_values[:place], *operand_values[last:]]
+            return jax.tree.unflatten(tree, with_numbers(program, numbers, args))
+
+        constants = [x.key for k, x in enumerate(made.numbers) if k not in made.positions]
+        key = "cell", made.program, made.positions, *constants
+        operands = (*operands[:place], *kinds, *operands[place:])
+        return self.call_spec(name, key, call, shared, operands, static)
+
+    def _typed(
+        self,
+        name: str,
+        label: str,
+        key: Hashable,
+        traced: tuple[Any, PyTreeDef, tuple[int, ...]],
+        shared: tuple[int, ...],
+        operands: tuple[int, ...],
+    ) -> CallSpec:
+        """Returns how to record nodes of the type that computes what was traced."""
+        program, tree, extra = traced
+        results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in program.out_avals)
+        node_type = NodeType(
+            name,
+            Operation((key, tree_key(tree)), program),
+            tuple(self.value_types[v] for v in operands),
+            (*extra, *shared),
+            tuple(self.value_types[v] for v in results),
+            label,
+        )
+        type_id = self._intern(self.node_types, node_type)
+        self.lines.setdefault(type_id, line_of_user())
+        return self.add_call_spec(type_id, results, None if tree == SINGLE else tree)
 
     def _add_type_like(self, node_type: NodeType, other: int) -> int:
         """The id of a type that takes the place of another."""
@@ -348,7 +461,7 @@ class Registry:
         if first.call_spec is not call_spec and first.sure is None:
             first.sure = first.program == program
 
-    def _like_another(self, full: tuple, name: str, call: Callable, static: str) -> CallSpec | None:
+    def _like_another(self, full: tuple, name: str, call: Callable, static: str) -> CellSpec | None:
         """Returns the record of a call that differs from a known one in symbols only, or None."""
         like, symbols = self._numbered(full)
         alike = self._alike.get(like) if symbols else None
@@ -375,10 +488,10 @@ class Registry:
             tuple(self.value_types[v] for v in results),
             self._label(name, static, operands, shared),
         )
-        call_spec = self._of_user[full] = self.add_call_spec(
-            self._intern(self.node_types, node_type), tuple(results), first.tree
-        )
-        return call_spec
+        type_id = self._intern(self.node_types, node_type)
+        made = CellSpec(self.add_call_spec(type_id, tuple(results), first.tree))
+        self._of_user[full] = made
+        return made
 
     def scratch(self) -> "Registry":
         """Returns a registry for the same arguments in which nothing has been met.
@@ -408,7 +521,7 @@ class Registry:
         self.arrays_reached = dict(zip(reached.names, reached.arrays, strict=True))
         self.is_traced = any(isinstance(x, Tracer) for x in reached.arrays)
 
-    def _of_state(self, number: int) -> dict[Hashable, CallSpec]:
+    def _of_state(self, number: int) -> dict[Hashable, CellSpec]:
         """Returns how cells are recorded that read what they read then, besides their arguments."""
         if number not in self._of_states:
             self._of_states[number] = Memory(None, self.budget, each(CALL_BYTES))
@@ -420,19 +533,6 @@ class Registry:
         if value.call is not None:
             return all(map(self.is_reached, value.args))
         return value.tracer in self.arrays_reached
-
-    def numbers_held(
-        self, fn: Callable, computed: Collection[int]
-    ) -> tuple[Hashable, Lifted | None]:
-        """Returns a function without the numbers it holds, and those that are operands, if any.
-
-        Calls with numbers that were constants until now are described anew (see `Lifting`).
-        """
-        before = self.assumptions.version("numbers")
-        found = self.lifting.of_closure(fn, self.reached, self.things_reached, computed)
-        if self.assumptions.version("numbers") != before:
-            self.forget_calls()
-        return found
 
     def forget_calls(self) -> None:
         """Forgets the descriptions of calls."""

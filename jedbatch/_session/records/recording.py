@@ -30,7 +30,7 @@ from jedbatch._ragged.cutting import cut_graphs
 from jedbatch._ragged.lengths import RaggedTypes, without_lengths
 from jedbatch._ragged.regions import RaggedRecord
 from jedbatch._ragged.tiled_records import on_tiles
-from jedbatch._record.identity.concretization import Asked, noting_whether_it_asks
+from jedbatch._record.identity.concretization import asks_types, noting_calls
 from jedbatch._record.identity.environment import Reached
 from jedbatch._record.instances.arrays import array_type
 from jedbatch._record.instances.key import (
@@ -357,9 +357,9 @@ class Recording:
         if not sequences and not any(type(x) is Floating for x in instances):
             yield
             return
-        asked: list[Asked] = []
+        asked: list[bool] = []
         try:
-            with noting_whether_it_asks(asked):
+            with noting_calls(asked, asks_types):
                 yield
         except PerformanceWarning:
             raise
@@ -372,11 +372,11 @@ class Recording:
             line = user_line_in(error)
             floats.apart = f"{why} at {line}" if line else why
             raise GuardFailed from None
-        if asked[0].anything and sequences:
+        if asked[0] and sequences:
             cache.sequences.leave()
-        elif asked[0].anything:
+        elif asked[0]:
             floats.apart = "the function asks for types, or catches errors"
-        if asked[0].anything or floats.note_missing(instances):
+        if asked[0] or floats.note_missing(instances):
             raise GuardFailed
 
     def _record(
