@@ -35,12 +35,10 @@ from jax.core import Tracer
 from jedbatch._jaxpr.identity import Same, typed
 from jedbatch._record.cell import Cell, holds_array
 from jedbatch._record.identity.function_leaves import (
-    OPERAND,
     code_of,
     held_functions,
     held_values,
     objects_held,
-    with_held_values,
 )
 from jedbatch._record.identity.functions import FUNCTIONS_OF_RULES, function_identity
 from jedbatch._record.identity.mutation import Holders, Watched, hold_the_same, holders_in
@@ -366,29 +364,28 @@ class Staying(Container[int]):
 
 
 class Named(Mapping[int, Hashable]):
-    """Names of containers of shared values, of arrays that the function reaches, and of objects.
+    """Names of containers of shared values, of arrays that the function reaches, and of operands.
 
-    By their ids. Of containers that is their token, beside the shared values in them; of objects
-    their number among those given.
+    By their ids. Of containers that is their token, beside the shared values in them.
     """
 
-    def __init__(self, recorder: RecorderLike, objects: Sequence[Any] = ()):
+    def __init__(self, recorder: RecorderLike, operands: Collection[int]):
         self._containers, self._registry = recorder.containers, recorder.registry
-        self._objects = {id(x): ("object", k) for k, x in enumerate(objects)}
+        self._operands = operands
 
     def __contains__(self, key: object) -> bool:
-        return key in self._containers or key in self._registry.reached or key in self._objects
+        return key in self._operands or key in self._containers or key in self._registry.reached
 
     def __getitem__(self, key: int) -> Hashable:
-        if key in self._objects:
-            return self._objects[key]
+        if key in self._operands:
+            return "operand"
         if key not in self._containers:
             return self._registry.reached[key]
         token = self._containers[key][0]
         return ("shared", *self._registry.shared_in.get(token, ()), token)
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._containers.keys() | self._registry.reached.keys() | self._objects.keys())
+        return iter({*self._operands, *self._containers, *self._registry.reached})
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -400,19 +397,20 @@ def identity_without(recorder: RecorderLike, fn: Any, places: Collection[int]) -
     Objects that it holds, made anew for each instance, say, are told apart by their attributes, and
     by which object they are only if Python asks that.
     """
-    without = dict.fromkeys(places, OPERAND)
-    staying = Staying(recorder)
-    objects = [x for x in objects_held(fn) if id(x) not in staying]
-
-    def identity(by_object: bool) -> Hashable:
-        written = with_held_values(fn, without, staying, by_object)
-        return function_identity(written, Named(recorder, () if by_object else objects))
-
-    if not objects:
-        return (identity(True), held_functions(fn)) if places else identity(True)
-    if code_of(fn) in recorder.registry.finding:
-        return identity(True), held_functions(fn)
-    return ByAttributes(identity(False), held_functions(fn))
+    values = held_values(fn) if places else ()
+    operands = {id(values[k]) for k in places}
+    objects = objects_held(fn, Staying(recorder), operands)
+    by_object = bool(objects) and code_of(fn) in recorder.registry.finding
+    names = {
+        id(x): Same(x) if by_object and not holds_operands else k
+        for k, (x, holds_operands) in enumerate(objects)
+    }
+    identity = function_identity(fn, Named(recorder, operands), objects=names)
+    if not objects and not places:
+        return identity
+    if by_object or not objects:
+        return identity, held_functions(fn)
+    return ByAttributes(identity, held_functions(fn))
 
 
 class ByAttributes(NamedTuple):

@@ -1,7 +1,7 @@
 """The things that functions hold, and functions like them that hold other things.
 
-Before functions are compared, some of what they hold is taken out: symbolic values, which are
-operands, and numbers that differ from call to call. A function holds what it closes over, its
+A function that is a cell takes symbolic values that it holds as operands. So they are named when
+functions are compared, and replaced when one is traced. A function holds what it closes over, its
 defaults, the arguments of a `functools.partial`, the object whose method it is, and what functions,
 containers and objects among these hold.
 
@@ -14,7 +14,7 @@ in a tree that a cell closes over, or in weights, only functions are looked into
 import functools
 import itertools
 import types
-from collections.abc import Container, Hashable, Iterator, Mapping
+from collections.abc import Collection, Container, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -24,6 +24,7 @@ from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.versions import static_arguments
 from jedbatch._record.identity.functions import (
     FUNCTIONS_OF_RULES,
+    JITTED,
     cell_of,
     free_values,
     function_of,
@@ -33,8 +34,6 @@ from jedbatch._record.identity.functions import (
 from jedbatch._record.instances.arrays import has_attributes_only, plain_fields, reads_its_dict
 
 MAX_PARTS = 256  # of containers and objects that one function holds, to be looked into
-OPERAND = object()  # stands for what a function takes as an operand
-JITTED = type(jax.jit(lambda: None))
 
 # Functions, containers and objects, and what they are made of, by their ids.
 Parts = dict[int, tuple[Any, list[Any]]]
@@ -102,9 +101,27 @@ def objects_by_identity(fn: object) -> list[Any]:
     return [x for x in holders if type(x).__hash__ is object.__hash__]
 
 
-def objects_held(fn: object) -> list[Any]:
-    """Returns the objects that a function holds of which there can be copies, and may change."""
-    return [x for x, _ in _holders(fn).values() if _may_change(x)]
+def objects_held(
+    fn: object, stays: Container[int], operands: Collection[int]
+) -> list[tuple[Any, bool]]:
+    """Returns the objects that a function holds which may change, and whether they hold operands.
+
+    And functions of `jax.jit` that do.
+
+    Args:
+      fn: the function.
+      stays: ids of objects that do not change, unless they hold operands.
+      operands: ids of values.
+    """
+    found = _holders(fn)
+    parts_of = {key: parts for key, (_, parts) in found.items()}
+    holding = _leading_to(set(operands), parts_of) if operands else set()
+    return [
+        (x, key in holding)
+        for key, (x, _) in found.items()
+        if (_may_change(x) and (key not in stays or key in holding))
+        or (type(x) is JITTED and key in holding)
+    ]
 
 
 def code_of(fn: Any) -> types.CodeType | None:
@@ -208,22 +225,9 @@ def held_functions(fn: object) -> Hashable:
     return tuple([tuple([numbers.get(id(x)) for x in parts]) for _, parts in found.values()])
 
 
-def with_held_values(
-    fn: Any,
-    values: Mapping[int, Any],
-    described: Container[int] | None = None,
-    by_object: bool = True,
-) -> Any:
-    """The function with some of the `held_values` replaced, by position.
-
-    Args:
-      fn: the function.
-      values: by position.
-      described: of a function that is made to be compared with others, in which objects that may
-        change are written out: ids of those that do not.
-      by_object: whether those that are written out are told apart by which object they are, too.
-    """
-    if not values and described is None:
+def with_held_values(fn: Any, values: Mapping[int, Any]) -> Any:
+    """The function with some of the `held_values` replaced, by position."""
+    if not values:
         return fn
     found, position = _holders(fn), itertools.count()
     parts_of, changed = {}, set()
@@ -234,11 +238,7 @@ def with_held_values(
         ]
         if not values.keys().isdisjoint(places):
             changed.add(key)
-    written = set()
-    if described is not None:
-        written = {key for key, (x, _) in found.items() if key not in described and _may_change(x)}
-    replaced = _leading_to(changed, parts_of)
-    changed = _leading_to(replaced | written, parts_of)
+    changed = _leading_to(changed, parts_of)
     copies: dict[int, Any] = {}
     cells: dict[int, types.CellType] = {}  # several functions may assign to one
 
@@ -277,15 +277,10 @@ def with_held_values(
             else:
                 made.update(zip(x, copied_parts(x), strict=True))
         elif _parts_of_function(x) is None and not isinstance(x, tuple):
-            copies[id(x)] = made = (kind,) if described is not None else object.__new__(kind)
-            names = dict(zip(vars(x), copied_parts(x), strict=True))
-            if described is None:
-                made.__dict__.update(names)
-            else:
-                itself = (Same(x),) if by_object and id(x) not in replaced else ()
-                copies[id(x)] = made = (kind, *names.items(), *itself)
+            made = copies[id(x)] = object.__new__(kind)
+            made.__dict__.update(zip(vars(x), copied_parts(x), strict=True))
         else:
-            made = copies[id(x)] = _like(x, copied_parts(x), described is not None)
+            made = copies[id(x)] = _like(x, copied_parts(x))
         return made
 
     return copy(fn)
@@ -300,7 +295,7 @@ def _leading_to(keys: set[int], parts_of: Mapping[int, list[Any]]) -> set[int]:
     return found
 
 
-def _like(x: Any, parts: list[Any], described: bool) -> Any:
+def _like(x: Any, parts: list[Any]) -> Any:
     """A tuple, method, partial or function of `jax.jit` like another one, of other parts."""
     if isinstance(x, tuple):
         return tuple.__new__(type(x), parts)
@@ -309,8 +304,6 @@ def _like(x: Any, parts: list[Any], described: bool) -> Any:
         return types.MethodType(fn, *args)
     if type(x) is JITTED:
         numbers, static_names = static_arguments(x)
-        if described:
-            return "jit", fn, numbers, static_names
         return jax.jit(fn, static_argnums=numbers, static_argnames=static_names)
     names = sorted(x.keywords)
     first = len(args) - len(names)

@@ -3,7 +3,7 @@
 Two functions compute the same if their code, globals, defaults, attributes and closed-over values
 are the same. These are compared by content where it can be written out and else by identity.
 
-Before, some of what a function holds is taken out of it (see `held_values`).
+Some of what a function holds goes by another name in its key (see `held_values`).
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._jaxpr.identity import Same, attribute_names, is_frozen, typed_or_same
-from jedbatch._jaxpr.versions import is_program, wrapped_by_jax
+from jedbatch._jaxpr.versions import is_program, static_arguments, wrapped_by_jax
 from jedbatch._support.native import function_types
 
 # Of a function with a derivative rule: the attributes that have it and the rule.
@@ -27,6 +27,7 @@ FUNCTIONS_OF_RULES: Mapping[type, tuple[str, ...]] = {
     jax.custom_jvp: ("fun", "jvp"),
     jax.custom_vjp: ("fun", "fwd", "bwd"),
 }
+JITTED = type(jax.jit(lambda: None))
 
 
 def functions_with_rules(x: object) -> list[Any] | None:
@@ -66,19 +67,22 @@ def function_identity(
     fn: object,
     ways: Mapping[int, Hashable] = types.MappingProxyType({}),
     program_key: Callable[[Any], Hashable] = Same,
+    objects: Mapping[int, Hashable] = types.MappingProxyType({}),
 ) -> Hashable:
     """Equal for functions of the same code, globals, defaults, attributes and closed-over values.
 
     `ways` names arrays, by their ids, that are told apart by name; `program_key` tells programs of
-    JAX apart, in which it hands on functions that it has traced.
+    JAX apart, in which it hands on functions that it has traced; `objects` names objects, by their
+    ids, that are told apart by their attributes as well.
     """
-    return _identity(fn, ways, program_key, [])
+    return _identity(fn, ways, program_key, objects, [])
 
 
 def _identity(
-    value: object,
+    value: Any,
     ways: Mapping[int, Hashable],
     program_key: Callable[[Any], Hashable],
+    objects: Mapping[int, Hashable],
     path: list[int],
 ) -> Hashable:
     """Returns the key of a function or of something that it leads to.
@@ -92,7 +96,7 @@ def _identity(
     path = [*path, id(value)]
 
     def each(parts: Any) -> tuple[Hashable, ...]:
-        return tuple(_identity(x, ways, program_key, path) for x in parts)
+        return tuple(_identity(x, ways, program_key, objects, path) for x in parts)
 
     if isinstance(value, Tracer):
         shared = getattr(value, "shared_index", None)
@@ -102,6 +106,11 @@ def _identity(
         return ways[id(value)]
     if isinstance(value, Tracer):
         return Same(value)
+    kind: Any = type(value)
+    if id(value) in objects:
+        if kind is JITTED:
+            return "jit", *static_arguments(value), *each([value.__wrapped__])
+        return kind, objects[id(value)], *each(vars(value).items())
     if is_program(value):
         return program_key(value)
     if isinstance(value, functools.partial):
@@ -128,7 +137,6 @@ def _identity(
     if isinstance(value, np.ndarray):
         return "array", value.dtype, value.shape, value.tobytes()
     if is_frozen(value):
-        kind: Any = type(value)
         names = attribute_names(value)
         return kind, *names, *each(getattr(value, name) for name in names)
     return typed_or_same(value)
