@@ -66,7 +66,6 @@ class Keys:
             None, budget, of_program
         )
         self._latest: dict[int, tuple[Any, PrimitiveKey, dict]] = Memory(None, budget, of_program)
-        self._by_identity: dict[tuple, tuple[PrimitiveKey, dict]] = Memory(None, budget, of_program)
         self._plain: dict[tuple, PrimitiveKey] = Memory(None, budget, of_key)
         self._read_by: dict[int, Environment] = Memory(None, budget, each(RULE_BYTES))
         self._rules: list[Hashable] = []  # what they belong to, of those that are being written
@@ -110,25 +109,19 @@ class Keys:
         JAX hands us the same parameters whenever a jit-ted function meets the same types, so
         those are known by identity.
         """
-        same = plain = None
+        plain = None
         if "jaxpr" in params:
             latest = self._latest.get(id(params["jaxpr"]))
             if latest is not None and latest[0] is primitive and _all_same(latest[2], params):
                 return latest[1]
-            same = (primitive, *params, *map(id, params.values()))
-            entry = self._by_identity.get(same)
-            if entry is not None:
-                self._latest[id(params["jaxpr"])] = primitive, *entry
-                return entry[0]
         else:
             plain = _written_plainly(primitive, params)
             if plain is not None and (known := self._plain.get(plain)) is not None:
                 return known
         skeleton, numbers = self._without_numbers(primitive, params)
         key = self._interned(skeleton, numbers, is_ragged=bool(symbols_in(params)))
-        if same is not None:
-            self._by_identity[same] = key, params  # ids are good while this is alive
-            self._latest[id(params["jaxpr"])] = primitive, key, params
+        if "jaxpr" in params:
+            self._latest[id(params["jaxpr"])] = primitive, key, params  # which keep the id alive
         if plain is not None:
             self._plain[plain] = key
         return key
