@@ -7,13 +7,13 @@ in batches with those of other instances, however many each of them has; and exp
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, jaxpr_as_fun, set_current_trace
+from jax.extend.core import jaxpr_as_fun, set_current_trace
 
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged
@@ -124,43 +124,12 @@ def _unrolled(
         x if isinstance(x, Symbol) or is_key(x.dtype) else np.asarray(x)
         for x in values[num_consts + num_carry :]
     ]
-    counted = _counted(params, carry, num_consts)
-    counters = {c: _Counter(np.asarray(carry[c]), by) for c, by in counted.items()}
     rows: list[Any] = [None] * length
     for k in range(length):
-        carry = [counters[c].after(k) if c in counters else x for c, x in enumerate(carry)]
         place = length - 1 - k if params["reverse"] else k
         out = step(*consts, *carry, *(x[place] for x in lists))
         carry, rows[place] = list(out[:num_carry]), out[num_carry:]
-    carry = [counters[c].after(length) if c in counters else x for c, x in enumerate(carry)]
     of_rows = program.out_avals[num_carry:]
     if not length:
         return [*carry, *(lax.full((0, *x.shape), 0, x.dtype) for x in of_rows)]
     return [*carry, *(jnp.stack([row[i] for row in rows]) for i in range(len(of_rows)))]
-
-
-class _Counter(NamedTuple):
-    """A whole number that grows by the same in every step."""
-
-    first: np.ndarray
-    by: int
-
-    def after(self, steps: int) -> np.ndarray:
-        """Returns what it is after so many steps; as in XLA, it wraps around."""
-        number = (int(self.first) + steps * self.by) % 2**64
-        return np.asarray(number, np.uint64).astype(self.first.dtype)
-
-
-def _counted(params: dict[str, Any], carry: Sequence[Leaf], first: int) -> dict[int, int]:
-    """Returns by how much carried numbers grow in a step of a scan, of those that are at hand."""
-    jaxpr = params["jaxpr"].jaxpr
-    made = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "add"}
-    counted = {}
-    for c, (start, v) in enumerate(zip(carry, jaxpr.outvars, strict=False)):
-        if isinstance(start, jax.core.Tracer) or isinstance(v, Literal) or v not in made:
-            continue
-        x, more = made[v].invars
-        is_whole = not np.shape(start) and jnp.issubdtype(v.aval.dtype, jnp.integer)
-        if is_whole and x is jaxpr.invars[first + c] and isinstance(more, Literal):
-            counted[c] = int(more.val)
-    return counted
