@@ -7,12 +7,12 @@ import functools
 import itertools
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any
 
 import numpy as np
 
-from jedbatch._jaxpr.identity import attribute_names, slot_names
+from jedbatch._jaxpr.identity import attribute_names
 from jedbatch._support.types import Leaf
 
 _MISSING = object()
@@ -71,30 +71,6 @@ def of_dicts(dicts: list[dict]) -> list[Any]:
 
 def of_objects(objects: list[Any]) -> list[Any]:
     return of_dicts([x.__dict__ for x in objects])
-
-
-def of_slots(pair: tuple[Callable, Any]) -> tuple[Any, ...]:
-    read, x = pair
-    try:
-        return read(x)
-    except AttributeError:  # one has been deleted
-        return ()
-
-
-def of_all_slots(pairs: list[tuple[Callable, Any]]) -> list[Any]:
-    try:
-        return [thing for read, x in pairs for thing in read(x)]
-    except AttributeError:
-        return []
-
-
-@functools.lru_cache(maxsize=512)
-def reader_of_slots(kind: type, *names: str) -> Callable | None:
-    """Returns what reads the slots of an object, if these are all; None if there are others."""
-    if names != slot_names(kind):
-        return None
-    read = operator.attrgetter(*names)
-    return read if len(names) > 1 else lambda x: (read(x),)
 
 
 def stays(x: Leaf) -> bool:

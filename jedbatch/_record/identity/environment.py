@@ -52,7 +52,6 @@ from jedbatch._jaxpr.identity import (
 )
 from jedbatch._record.identity.accessors import (
     attribute,
-    of_all_slots,
     of_attributes,
     of_cells,
     of_class,
@@ -63,9 +62,7 @@ from jedbatch._record.identity.accessors import (
     of_object,
     of_objects,
     of_rows,
-    of_slots,
     of_some_of_class,
-    reader_of_slots,
     stays,
 )
 from jedbatch._record.identity.functions import (
@@ -313,7 +310,6 @@ class _Walk:
         self._cells: list[types.CellType] = []
         self._dicts: list[dict] = []
         self._plain: list[Any] = []
-        self._slotted: list[tuple[Callable, Any]] = []
         self._named: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
         self._code_names: set[str] = set()  # of all code that was met
         self._of_classes: dict[type, dict[str, None]] = {}  # what was visited of them
@@ -361,7 +357,6 @@ class _Walk:
             self.guards.append(_Guard.of(of_cells, self._cells))
         self._guard_alike(of_dict, of_dicts, self._dicts)
         self._guard_alike(of_object, of_objects, self._plain)
-        self._guard_alike(of_slots, of_all_slots, self._slotted)
         for namespace, names in self._named.values():
             self.guards.append(_Guard.of(functools.partial(of_names, tuple(names)), namespace))
 
@@ -491,7 +486,6 @@ class _Walk:
 
     def _visit_attributes(self, thing: _Thing) -> None:
         x = thing.value
-        kind: Any = type(x)
         names = attribute_names(x)
         self._text += names
         if names or hasattr(x, "__dict__"):
@@ -499,8 +493,6 @@ class _Walk:
             if self._add(thing, "attribute", names, attributes[len(names) :]):
                 if len(names) == len(getattr(x, "__dict__", ())):
                     self._plain.append(x)
-                elif not hasattr(x, "__dict__") and (read := reader_of_slots(kind, *names)):
-                    self._slotted.append((read, x))
                 else:
                     self.guards.append(_Guard.of(of_attributes, x))
 
