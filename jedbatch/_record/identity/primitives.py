@@ -1,7 +1,6 @@
 """Keys that tell operations of JAX apart: keys of primitives, their parameters and jaxprs."""
 
 import hashlib
-import marshal
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -44,7 +43,6 @@ PROGRAM_BYTES = 1 << 13  # of a program that is kept alive, about
 RULE_BYTES = 1 << 15  # of a derivative rule and what it reads, about
 MAX_RULES = 3  # of differentiation of one operation, each in the program of another
 MAX_RULES_INSIDE = 8  # the same of any operations
-PLAIN_PARAMS = frozenset({bool, int, float, str, type(None)})
 
 
 class Keys:
@@ -66,7 +64,6 @@ class Keys:
             None, budget, of_program
         )
         self._latest: dict[int, tuple[Any, PrimitiveKey, dict]] = Memory(None, budget, of_program)
-        self._plain: dict[tuple, PrimitiveKey] = Memory(None, budget, of_key)
         self._read_by: dict[int, Environment] = Memory(None, budget, each(RULE_BYTES))
         self._rules: list[Hashable] = []  # what they belong to, of those that are being written
 
@@ -106,24 +103,17 @@ class Keys:
     def primitive_key(self, primitive: object, params: dict[str, Any]) -> PrimitiveKey:
         """A primitive and its parameters as one object.
 
-        JAX hands us the same parameters whenever a jit-ted function meets the same types, so
-        those are known by identity.
+        JAX hands us the same program whenever a jit-ted function meets the same types, so that is
+        known by identity.
         """
-        plain = None
-        if "jaxpr" in params:
-            latest = self._latest.get(id(params["jaxpr"]))
-            if latest is not None and latest[0] is primitive and _all_same(latest[2], params):
-                return latest[1]
-        else:
-            plain = _written_plainly(primitive, params)
-            if plain is not None and (known := self._plain.get(plain)) is not None:
-                return known
+        program = params.get("jaxpr")
+        latest = self._latest.get(id(program)) if program is not None else None
+        if latest is not None and latest[0] is primitive and _all_same(latest[2], params):
+            return latest[1]
         skeleton, numbers = self._without_numbers(primitive, params)
         key = self._interned(skeleton, numbers, is_ragged=bool(symbols_in(params)))
-        if "jaxpr" in params:
-            self._latest[id(params["jaxpr"])] = primitive, key, params  # which keep the id alive
-        if plain is not None:
-            self._plain[plain] = key
+        if program is not None:
+            self._latest[id(program)] = primitive, key, params  # which keep the id alive
         return key
 
     def _without_numbers(self, primitive: Any, params: dict[str, Any]) -> tuple[tuple, tuple]:
@@ -282,29 +272,6 @@ def numbered(value: Any, numbers: dict[str, int]) -> Hashable:
         numbers.setdefault(s, len(numbers))
     names = {s: f"s{k}" for s, k in numbers.items()}
     return "extent", SYMBOL.sub(lambda found: names.get(found[0], found[0]), str(value))
-
-
-def _written_plainly(primitive: object, params: dict[str, Any]) -> tuple | None:
-    """Returns a primitive with parameters that are numbers, strings, dtypes and tuples of these.
-
-    None if others are among them. Where it can be used, this takes half of the time of
-    `Keys.params_key`. `marshal` tells types apart, but writes arrays as bytes.
-    """
-    plain, dtypes = [], []
-    for value in params.values():
-        if _is_plain(value):
-            plain.append(value)
-        elif isinstance(value, np.dtype):
-            dtypes.append(value)
-            plain.append(...)
-        else:
-            return None
-    return primitive, marshal.dumps(plain, 2), *params, *dtypes
-
-
-def _is_plain(x: Any) -> bool:
-    kind = type(x)
-    return kind in PLAIN_PARAMS or (kind is tuple and all(map(_is_plain, x)))
 
 
 def constant_key(x: Any) -> Hashable:
