@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._jaxpr.faults import made_in
-from jedbatch._jaxpr.unknown_numbers import Starts
 from jedbatch._jaxpr.zeros import Sources, where_alive
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import KernelVjp
@@ -58,7 +57,7 @@ def run_lanes(
 def reverse_lanes(
     back: KernelVjp,
     consts: Values,
-    prepared: tuple[Values, Starts],
+    prepared: Values,
     operands: Values,
     results: Values,
     saved: Values,
