@@ -33,18 +33,11 @@ METHODS = names_in(
 )
 
 
-class _Held(NamedTuple):
-    """A number of an instance, by its place among these."""
-
-    place: int
-
-
 class _Step(NamedTuple):
     """An operation of Python; what it reads is constant, or the result of an earlier step."""
 
     operation: Callable
     operands: tuple[Any, ...]
-    names: tuple[str, ...]  # of the last operands, which are keyword arguments
 
 
 class _Result(NamedTuple):
@@ -54,45 +47,37 @@ class _Result(NamedTuple):
 class Arithmetic:
     """The operations of Python on the numbers of instances.
 
+    Steps are known by their ids, and the number of an instance at place k by ~k.
+
     Attributes:
       read: the steps whose results operations of JAX read, in order; these are operands.
     """
 
     def __init__(self) -> None:
         self.read: tuple[int, ...] = ()
-        self._steps: list[_Held | _Step] = []
+        self._steps: list[_Step] = []
         self._ids: dict[Hashable, int] = {}
-        self._needed: tuple[int, ...] = ()
+        self._needed: list[int] = []
 
-    def held(self, place: int) -> int:
-        """Returns the id of the step that is a number itself."""
-        return self._add(place, _Held(place))
-
-    def step(
-        self, operation: Callable, operands: Sequence[Any], names: tuple[str, ...] = ()
-    ) -> int | None:
+    def step(self, operation: Callable, operands: Sequence[Any]) -> int | None:
         """Returns the id of an operation; None if something it reads is not known by its value."""
-        key = tuple(map(_key, operands))
+        key = operation, *map(_key, operands)
         if None in key:
             return None
-        kept = [_Result(x.step) if isinstance(x, PythonNumber) else x for x in operands]
-        return self._add((operation, key, names), _Step(operation, tuple(kept), names))
-
-    def _add(self, key: Hashable, step: _Held | _Step) -> int:
-        number = self._ids.setdefault(key, len(self._steps))
-        if number == len(self._steps):
-            self._steps.append(step)
-        return number
+        step = self._ids.setdefault(key, len(self._steps))
+        if step == len(self._steps):
+            kept = [_Result(x.step) if isinstance(x, PythonNumber) else x for x in operands]
+            self._steps.append(_Step(operation, tuple(kept)))
+        return step
 
     def note_read(self, steps: Sequence[int]) -> None:
         """Makes the results of steps operands, besides those that are."""
         self.read = (*self.read, *steps)
         needed = set(self.read)
         for k in range(len(self._steps) - 1, -1, -1):
-            step = self._steps[k]
-            if k in needed and isinstance(step, _Step):
-                needed |= {x.step for x in step.operands if isinstance(x, _Result)}
-        self._needed = tuple(sorted(needed))
+            if k in needed:
+                needed |= {x.step for x in self._steps[k].operands if isinstance(x, _Result)}
+        self._needed = sorted(k for k in needed if k >= 0)
 
     def results(self, numbers: Mapping[int, Any]) -> list[Number]:
         """Returns the operands, computed by Python.
@@ -100,20 +85,13 @@ class Arithmetic:
         Args:
           numbers: of an instance, by their places.
         """
-        found: dict[int, Any] = {}
+        found = {~place: x for place, x in numbers.items()}
         for k in self._needed:
-            step = self._steps[k]
-            if isinstance(step, _Held):
-                found[k] = numbers[step.place]
-                continue
-            values = [found[x.step] if isinstance(x, _Result) else x for x in step.operands]
-            first = len(values) - len(step.names)
-            found[k] = step.operation(*values[:first], **_named(step.names, values[first:]))
+            operation, operands = self._steps[k]
+            found[k] = operation(
+                *(found[x.step] if isinstance(x, _Result) else x for x in operands)
+            )
         return [as_jax_sees(found[k]) for k in self.read]
-
-
-def _named(names: Sequence[str], values: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip(names, values, strict=True))
 
 
 def _key(x: Any) -> Hashable:
@@ -123,7 +101,7 @@ def _key(x: Any) -> Hashable:
     if isinstance(x, np.ndarray | np.generic):
         return (type(x), x.dtype, x.shape, x.tobytes()) if x.size <= MAX_ELEMENTS else None
     if isinstance(x, tuple):
-        parts = tuple(map(_key, x))
+        parts = tuple([None if isinstance(part, PythonNumber) else _key(part) for part in x])
         return None if None in parts else ("tuple", parts)
     if isinstance(x, slice):
         return "slice", _key((x.start, x.stop, x.step))
@@ -168,8 +146,8 @@ def _operator(name: str, operation: Callable, *, swapped: bool = False) -> Calla
     return method
 
 
-def _call_method(x: Any, name: str, /, *args: Any, **named: Any) -> Any:
-    return getattr(x, name)(*args, **named)
+def _call_method(x: Any, name: str, named: tuple[tuple[str, Any], ...], *args: Any) -> Any:
+    return getattr(x, name)(*args, **dict(named))
 
 
 def _method(name: str) -> Callable:
@@ -179,7 +157,7 @@ def _method(name: str) -> Callable:
     def method(self: "PythonNumber", *args: Any, **named: Any) -> Any:
         if not isinstance(self.value, np.generic | np.ndarray):
             return of_tracer(self, *args, **named)
-        return self.computed(_call_method, (self, name, *args, *named.values()), tuple(named))
+        return self.computed(_call_method, (self, name, tuple(named.items()), *args))
 
     return method
 
@@ -206,17 +184,13 @@ class PythonNumber(Tracer):
         self.step = step
         self.value = value
 
-    def computed(
-        self, operation: Callable, operands: Sequence[Any], names: tuple[str, ...] = ()
-    ) -> "PythonNumber":
+    def computed(self, operation: Callable, operands: Sequence[Any]) -> "PythonNumber":
         """Returns the result of an operation of Python on this number and others.
 
         Raises `TypeError` if it is none, or reads more than is known by its value.
         """
-        step = self.operands.arithmetic.step(operation, operands, names)
-        values = [x.value if isinstance(x, PythonNumber) else x for x in operands]
-        first = len(values) - len(names)
-        result = operation(*values[:first], **_named(names, values[first:]))
+        step = self.operands.arithmetic.step(operation, operands)
+        result = operation(*(x.value if isinstance(x, PythonNumber) else x for x in operands))
         if step is None or not _is_plain(result) or np.size(result) > MAX_ELEMENTS:
             raise TypeError(
                 f"`{getattr(operation, '__name__', operation)}` of a number of an "

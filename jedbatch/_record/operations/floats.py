@@ -128,7 +128,7 @@ class OperandsOfInstance:
 
     def held(self, place: int, value: Any) -> PythonNumber:
         """Returns what stands for a float of the instance."""
-        return PythonNumber(self._recorder, self, self.arithmetic.held(place), value)
+        return PythonNumber(self._recorder, self, ~place, value)
 
     def read(self, number: PythonNumber) -> Array:
         """Returns what an operation of JAX reads; a constant if it is not an operand yet.
@@ -180,7 +180,7 @@ class Floats:
 
     Those of new forms are constants: to record numbers in their place takes many times as long, and
     pays where instances have forms that were met before. But where numbers in bodies of loops are
-    operands (see `Lifting`), floats of all forms are: operations would have two types.
+    operands (see `NumberOperands`), floats of all forms are: operations would have two types.
 
     Attributes:
       apart: why floats are constants, however many there are; None if they need not be.
