@@ -1,6 +1,5 @@
 """The operations of nodes, and how their calls are recorded: records that a `Registry` interns."""
 
-import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,20 +32,13 @@ class Operation:
 
     Attributes:
       key: equal for operations that are equal.
-      program: maps the shared values and then the operands to the results; or makes what does.
-      like: (type, symbols) if this is the operation of another type with these symbols for its own.
+      jaxpr: maps the shared values and then the operands to the results.
       lists: among its operands, if it serves lists of several lengths.
     """
 
     key: tuple[Hashable, ...]
-    program: Any = field(compare=False, repr=False)
-    like: tuple[int, tuple[str, ...]] | None = field(default=None, compare=False, repr=False)
+    jaxpr: Any = field(compare=False, repr=False)
     lists: ListOperands | None = field(default=None, compare=False, repr=False)
-
-    @functools.cached_property
-    def jaxpr(self) -> Any:
-        """The program."""
-        return self.program if self.like is None else self.program()
 
     def __reduce__(self) -> str:
         """Raises `TypeError`: programs are those of this process."""
@@ -108,20 +100,3 @@ class CallSpec:
     def making(self, made_values: tuple[int, ...]) -> "CallSpec":
         """Returns the same for calls some of whose operands have to be made first."""
         return CallSpec(self.node_type, self.arity, self.results, self.tree, self.unit, made_values)
-
-
-@dataclass(eq=False)
-class Alike:
-    """Calls that differ in the names of symbols only, as far as their operands show.
-
-    Attributes:
-      call_spec: how the first of them is recorded.
-      symbols: in its operands, in order.
-      program: with numbers for symbols.
-      sure: whether the program of another was the same; None as long as there was no other.
-    """
-
-    call_spec: CallSpec
-    symbols: tuple[str, ...]
-    program: Hashable
-    sure: bool | None = None

@@ -484,11 +484,6 @@ def make_symbol(name: str, scope: Any) -> AxisSize:
     return _watched(symbolic_shape(name, scope=scope)[0])
 
 
-def symbol_of(extent: AxisSize, name: str) -> AxisSize:
-    """A symbol of the scope of an extent."""
-    return make_symbol(name, extent.scope)
-
-
 def as_number(x: object) -> AxisSize:
     """An extent as a value to compute with; anything else as it is."""
     return x.__jax_array__() if isinstance(x, Base) else x

@@ -352,9 +352,6 @@ def _written(registry: Registry, type_id: int) -> tuple[Hashable, tuple[str, ...
     """Returns (a key equal for types that differ in the names of symbols only, these)."""
     node_type = registry.node_types[type_id]
     operation = operation_of(node_type)
-    if operation.like is not None:
-        first, symbols = operation.like
-        return _written(registry, first)[0], symbols
     numbers: dict[str, int] = {}
     operands = [numbered((t.shape, t.dtype, t.weak), numbers) for t in node_type.operands]
     program = NumberedKeys(registry.keys, numbers).jaxpr_key(operation.jaxpr)

@@ -21,8 +21,8 @@ from jax.tree_util import PyTreeDef
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.operations import Alike, CallSpec, Operation
-from jedbatch._graph.types import NodeType, ValueType, operation_of
+from jedbatch._graph.operations import CallSpec, Operation
+from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.identity import Same, carried_key, is_immutable, tree_key
 from jedbatch._jaxpr.interpret import cares_for_padding, one_by_one, performs
 from jedbatch._jaxpr.numbers import Number, with_numbers
@@ -30,18 +30,14 @@ from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.symbolic_dims import (
     RaggedType,
     line_of_user,
-    shape_at,
-    symbol_of,
-    symbols_in,
 )
 from jedbatch._jaxpr.transfers import unguarded
-from jedbatch._jaxpr.versions import OpenProgram
 from jedbatch._record.cell import pause
 from jedbatch._record.identity.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
 from jedbatch._record.identity.environment import AccessPath, Reached
 from jedbatch._record.identity.escapes import is_kept, live_tracers, only_new_garbage
 from jedbatch._record.identity.number_operands import NumberOperands
-from jedbatch._record.identity.primitives import Keys, NumberedKeys, memory_of_constants, numbered
+from jedbatch._record.identity.primitives import Keys, memory_of_constants
 from jedbatch._record.identity.unseen import check_shared, shows_arrays
 from jedbatch._record.instances.arrays import flatten, is_array
 from jedbatch._record.types.custom_rules import CustomFunctions
@@ -176,7 +172,6 @@ class Registry:
         )
         self.chains: dict[tuple, list[CallSpec]] = Memory(None, budget, of_memo)
         self.operators: dict[tuple, Any] = Memory(None, budget, of_memo)
-        self._alike: dict[Hashable, Alike] = {}
         self._known_transient: dict[int, bool] = {}
         self._known_paths: dict[int, set[tuple]] = {}
         self.reached: Mapping[int, AccessPath] = {}
@@ -350,8 +345,6 @@ class Registry:
         """
         full = (key, shared, operands)
         known = self._of_user.get(full)
-        if known is None and holds is None:
-            known = self._like_another(full, name, call, static)
         if known is not None and self._positions(known) == known.positions:
             return known
         traced = program, tree, extra = self.trace(name, call, shared, operands, alone=True)
@@ -371,13 +364,11 @@ class Registry:
             own = "cell", self.keys.jaxpr_key(program)
             call_spec = self._typed(name, label, own, traced, shared, operands)
         made = made._replace(call_spec=call_spec)
-        if not is_seen:
+        if is_seen:
+            self._of_user[full] = made
+        else:
             self.unseen.add(call_spec.node_type)
             self._of_user.pop(full, None)
-            return made
-        self._of_user[full] = made
-        if holds is None and not extra:
-            self._note_symbols(full, call_spec, program)
         return made
 
     def _positions(self, known: CellSpec) -> tuple[int, ...]:
@@ -438,60 +429,6 @@ class Registry:
         type_id = self._intern(self.node_types, node_type)
         self.lines.setdefault(type_id, self.lines[other])
         return type_id
-
-    def _numbered(self, full: tuple) -> tuple[Hashable, tuple[str, ...]]:
-        """(how to record calls but for the names of symbols in their operands, these names)."""
-        key, shared, operands = full
-        numbers: dict[str, int] = {}
-        types = [self.value_types[v] for v in operands]
-        numbered_types = [numbered((t.shape, t.dtype, t.weak), numbers) for t in types]
-        return ("like", self._number, key, shared, *numbered_types), tuple(numbers)
-
-    def _note_symbols(self, full: tuple, call_spec: CallSpec, jaxpr: OpenProgram) -> None:
-        """Calls like two that were traced need not be, if these differ in the names of symbols.
-
-        The second one is traced to make sure: a static argument may hold an extent, too.
-        """
-        like, symbols = self._numbered(full)
-        if not symbols or not symbols_in(jaxpr) <= set(symbols):
-            return
-        numbers = {s: k for k, s in enumerate(symbols)}
-        program = NumberedKeys(self.keys, numbers).jaxpr_key(jaxpr)
-        first = self._alike.setdefault(like, Alike(call_spec, symbols, program))
-        if first.call_spec is not call_spec and first.sure is None:
-            first.sure = first.program == program
-
-    def _like_another(self, full: tuple, name: str, call: Callable, static: str) -> CellSpec | None:
-        """Returns the record of a call that differs from a known one in symbols only, or None."""
-        like, symbols = self._numbered(full)
-        alike = self._alike.get(like) if symbols else None
-        if alike is None or not alike.sure:
-            return None
-        first, first_symbols = alike.call_spec, alike.symbols
-        _, shared, operands = full
-        every = {s: d for v in operands for d in self.avals[v].shape for s in symbols_in(d)}
-        named = {t: symbol_of(every[s], s) for t, s in zip(first_symbols, symbols, strict=True)}
-        results = []
-        for aval in (self.avals[v] for v in first.results):
-            results.append(self.value_type(shape_at(aval.shape, named), aval.dtype, aval.weak_type))
-        first_type = self.node_types[first.node_type]
-        operation = operation_of(first_type)
-        node_type = NodeType(
-            name,
-            Operation(
-                operation.key,
-                lambda: self.trace(name, call, shared, operands, False)[0],
-                (first.node_type, symbols),
-            ),
-            tuple(self.value_types[v] for v in operands),
-            first_type.shared,
-            tuple(self.value_types[v] for v in results),
-            self._label(name, static, operands, shared),
-        )
-        type_id = self._intern(self.node_types, node_type)
-        made = CellSpec(self.add_call_spec(type_id, tuple(results), first.tree))
-        self._of_user[full] = made
-        return made
 
     def scratch(self) -> "Registry":
         """Returns a registry for the same arguments in which nothing has been met.
