@@ -28,8 +28,7 @@ from jedbatch._record.identity.concretization import finds_objects, noting_calls
 from jedbatch._record.identity.function_leaves import (
     code_of,
     held_values,
-    holds_traced,
-    objects_by_identity,
+    holds_traced_objects,
     with_held_values,
 )
 from jedbatch._record.identity.functions import function_identity
@@ -93,7 +92,6 @@ class PreparedCall(NamedTuple):
       shared: ids of the shared values.
       operands: the operands.
       identity: what the function is known by.
-      by_attributes: whether that says nothing of which objects it holds.
       options: the keyword arguments, as part of the key.
       slots: the kind of each leaf of the arguments.
       named: the keyword arguments that hold operands.
@@ -106,7 +104,6 @@ class PreparedCall(NamedTuple):
     shared: tuple[int, ...]
     operands: list[Value]
     identity: Hashable
-    by_attributes: bool
     options: Hashable
     slots: list[Hashable]
     named: dict[str, Any]
@@ -132,7 +129,6 @@ def _prepared(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
     if _is_foreign(recorder, leaves):
         return None
     identity = identity_without(recorder, fn, captured)
-    by_attributes = isinstance(identity, ByAttributes)
     _make_values(recorder, (identity, options, tree_key(tree)), leaves)
     slots, operands, shared, fixed = _sorted_out(recorder, cell, leaves)
     finds: list[bool] = []
@@ -143,7 +139,7 @@ def _prepared(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
         filled = [next(sources[s]) if isinstance(s, str) else next(constants) for s in slots]
         args, values, arrays = jax.tree.unflatten(tree, filled)
         watched: Any = contextlib.nullcontext()
-        if by_attributes or any(map(holds_traced, objects_by_identity(fn))):
+        if isinstance(identity, ByAttributes) or holds_traced_objects(fn):
             watched = noting_calls(finds, finds_objects)
         held = dict(zip(captured, values, strict=True))
         try:
@@ -154,8 +150,8 @@ def _prepared(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
             raise
 
     key = ("cell", identity, options, tree_key(tree), tuple(slots))
-    own = identity, by_attributes, options
-    return PreparedCall(key, call, tuple(shared), operands, *own, slots, named, captured, finds)
+    own = identity, options, slots, named, captured, finds
+    return PreparedCall(key, call, tuple(shared), operands, *own)
 
 
 def cell_call_spec(
@@ -202,10 +198,9 @@ def cell_call_spec(
     call_spec = spec.call_spec
     if any(found.finds):
         registry.finding.add(code_of(fn))
-        if found.by_attributes:
+        if isinstance(found.identity, ByAttributes):
             return cell_call_spec(recorder, cell, args, static)
-    finds = found.captured and code_of(fn) in registry.finding
-    if finds and any(map(holds_traced, objects_by_identity(fn))):
+    if found.captured and code_of(fn) in registry.finding and holds_traced_objects(fn):
         raise SymbolicValueError(
             f"cell `{cell.name}` holds an object with a value of the instance in it, and "
             "compares objects by which one they are, or looks one up; but it is traced with "

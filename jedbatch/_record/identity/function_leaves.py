@@ -95,10 +95,17 @@ def _may_change(x: Any) -> bool:
     return is_copied(x) and not _is_frozen(type(x))
 
 
-def objects_by_identity(fn: object) -> list[Any]:
-    """Returns the objects that a function holds which are compared by which one they are."""
-    holders = (x for x, _ in _holders(fn).values() if is_copied(x))
-    return [x for x in holders if type(x).__hash__ is object.__hash__]
+def holds_traced_objects(fn: object) -> bool:
+    """Returns whether a function holds an object, known by which one it is, with a traced value.
+
+    Not one that it holds by way of another.
+    """
+    return any(
+        is_copied(x)
+        and type(x).__hash__ is object.__hash__
+        and any(isinstance(part, Tracer) for part in parts)
+        for x, parts in _holders(fn).values()
+    )
 
 
 def objects_held(
@@ -130,11 +137,6 @@ def code_of(fn: Any) -> types.CodeType | None:
     while type(fn) is not types.FunctionType and (parts := _parts_of_function(fn)):
         fn = function_of(parts[0])
     return getattr(fn, "__code__", None)
-
-
-def holds_traced(x: object) -> bool:
-    """Returns whether a container or an object holds a traced value, and not by way of another."""
-    return any(isinstance(part, Tracer) for part in _parts_of_container(x) or ())
 
 
 def _holders(fn: object, opens: bool = True) -> Parts:
