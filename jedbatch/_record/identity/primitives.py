@@ -188,15 +188,17 @@ class Keys:
         skeleton, numbers = self.written(jaxpr)
         return (skeleton, *(x.key for x in numbers)) if numbers else skeleton
 
-    def written(self, program: OpenProgram) -> tuple[Hashable, tuple[Number, ...]]:
-        """(a program without its numbers, its numbers)."""
+    def written(
+        self, program: OpenProgram, is_kept: bool = True
+    ) -> tuple[Hashable, tuple[Number, ...]]:
+        """(a program without its numbers, its numbers), found at once for one that is kept."""
         same = Same(program)
         entry = self._jaxprs.get(same)
         if entry is None:
             content = ("written", self._write(program))
             key = self._ids.setdefault(content, ("jaxpr", len(self._ids)))
             entry = key, tuple(numbers_of(program))
-            if not self._rules:  # inside of rules not all rules are compared
+            if is_kept and not self._rules:  # inside of rules not all rules are compared
                 self._jaxprs[same] = entry
         return entry
 

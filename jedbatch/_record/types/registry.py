@@ -352,16 +352,18 @@ class Registry:
         check_shared(name, key, {s: self.shared[s].aval.str_short() for s in found})
         again = lambda: self.trace(name, call, shared, operands, alone=True)[0]  # noqa: E731
         is_seen = shows_arrays(key, program, again)
-        family = holds and holds()
-        skeleton, numbers = self.keys.written(program) if holds else (None, ())
-        read = (*extra, *shared)
-        made = CellSpec(None, family, (family, skeleton, tree_key(tree), read, operands), numbers)
-        made = made._replace(positions=self._positions(made))
+        skeleton, numbers = self.keys.written(program, is_kept=holds is None)
+        made = CellSpec(None)
+        if holds is not None:
+            family = holds()
+            written = family, skeleton, tree_key(tree), (*extra, *shared), operands
+            made = CellSpec(None, family, written, numbers)
+            made = made._replace(positions=self._positions(made))
         if made.positions:
             call_spec = self._taking_numbers(name, made, program, tree, static, place)
         else:
             label = self._label(name, static, operands, shared)
-            own = "cell", self.keys.jaxpr_key(program)
+            own = "cell", skeleton, *(x.key for x in numbers)
             call_spec = self._typed(name, label, own, traced, shared, operands)
         made = made._replace(call_spec=call_spec)
         if is_seen:
