@@ -85,7 +85,7 @@ class Constants:
         """The registry of types of no account."""
         if self._scratch is None or self._scratch.size > MOST_TYPES:
             self._scratch = self._registry.scratch()
-        self._scratch.read_as(self._registry)
+        self._scratch.read(self._registry.reads)
         return self._scratch
 
     def of_any_length(self, made: Sequence[Sequence[Array]]) -> list[list[Array]]:

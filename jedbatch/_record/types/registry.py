@@ -34,7 +34,7 @@ from jedbatch._jaxpr.symbolic_dims import (
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._record.cell import pause
 from jedbatch._record.identity.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
-from jedbatch._record.identity.environment import AccessPath, Reached
+from jedbatch._record.identity.environment import NOWHERE, AccessPath, Reached
 from jedbatch._record.identity.escapes import is_kept, live_tracers, only_new_garbage
 from jedbatch._record.identity.number_operands import NumberOperands
 from jedbatch._record.identity.primitives import Keys, memory_of_constants
@@ -113,6 +113,7 @@ class Registry:
         at each call, and not recorded for later calls.
       arities: the calls of cells that differ in the length of lists.
       shared_operands: arguments of cells that are values, though they are shared in some calls.
+      reads: what recordings read besides their arguments.
       reached: the way to arrays by which they are known, by their ids (see
         `_record.identity.environment`).
       things_reached: ids of all that the function reaches, which stays as it is.
@@ -174,6 +175,7 @@ class Registry:
         self.operators: dict[tuple, Any] = Memory(None, budget, of_memo)
         self._known_transient: dict[int, bool] = {}
         self._known_paths: dict[int, set[tuple]] = {}
+        self.reads: Reached = NOWHERE
         self.reached: Mapping[int, AccessPath] = {}
         self.things_reached: Set[int] = frozenset()
         self.arrays_reached: Mapping[Any, Any] = {}
@@ -443,19 +445,13 @@ class Registry:
         other.constants, other.takes_arrays = self.constants, False
         return other
 
-    def read_as(self, other: "Registry") -> None:
-        """Has recordings from now on read what those of another registry do."""
-        self.reached, self.things_reached = other.reached, other.things_reached
-        self.keys.reached = self.reached
-        self.arrays_reached, self.is_traced = other.arrays_reached, other.is_traced
-
     def read(self, reached: Reached) -> None:
         """Sets the values that recordings from now on read besides their arguments."""
         if reached.number != self._number:
             self.forget_calls()
             self._number = reached.number
             self._of_user = self._of_state(reached.number)
-        self.reached, self.things_reached = reached.ways, reached.things
+        self.reads, self.reached, self.things_reached = reached, reached.ways, reached.things
         self.keys.reached = self.reached
         self.arrays_reached = dict(zip(reached.names, reached.arrays, strict=True))
         self.is_traced = any(isinstance(x, Tracer) for x in reached.arrays)
