@@ -1,26 +1,28 @@
 """Trip counts of loops, as far as their programs say.
 
 A loop may differ from lane to lane and yet hardly: that over the stages of a Runge-Kutta step
-begins at the first stage or at the second. Its counter starts between two numbers, grows by one,
+begins at the first stage or at the second. Its counter starts at one of two numbers, grows by one,
 and is compared with a number, all of which the program says. Lanes that put such a loop down and
 take it up again gain less than they pay. So it becomes a `scan` of as many trips as any lane takes,
 in which lanes that are done keep what they carry: as under `vmap`, and no reason to cut the
 program.
 
-Integers are followed as intervals, and in a loop as a carried number plus an interval; the
-condition of a loop as a conjunction of inequalities. Integers of JAX wrap around, intervals do not:
-an interval that leaves the range of its dtype is unknown. The range of a carried number is known
-once trips are counted, and the loop is then followed again with these ranges as intervals. If
-nothing leaves its dtype, the count holds; else the loop is not counted.
+Of scalars that are whole numbers or truth values we follow all values that they may have, if these
+are few. A loop is counted by taking its trips on the numbers that are known, from each of the
+values that they may have at the start, by NumPy, whose integers wrap around as those of JAX do. It
+is counted if its condition is known before each trip.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Literal
 
 from jedbatch._jaxpr.interpret import any_performs, performs, shape_of, with_programs
 from jedbatch._jaxpr.single_instances import ends_alone, goes_on_alone
@@ -33,28 +35,33 @@ from jedbatch._jaxpr.versions import (
 from jedbatch._support.types import Array
 
 ALIKE = 0.75  # of the most trips that a lane takes, what the fewest must be
-MOST_TRIPS = np.iinfo(np.int32).max  # of a `scan`
+MOST_TRIPS = 128  # that are taken to count a loop
+MOST_VALUES = 8  # that are followed of a scalar, and of all scalars at the start of a loop
 
-
-class Interval(NamedTuple):
-    """A whole number: a carried one, or 0, plus some between two bounds."""
-
-    low: int
-    high: int
-    carried: int | None = None  # the place among the values that a loop carries
-
-
-class Inequalities(NamedTuple):
-    """A truth value: that of each pair the first number is less than the second."""
-
-    pairs: tuple[tuple[Interval, Interval], ...]
-
-
-Known = Interval | Inequalities | None  # of a scalar
+Known = frozenset[Any] | None  # all values that a scalar of NumPy may have
+_TRUTH = frozenset([np.bool_(False), np.bool_(True)])
 
 # The operand that is the result, too.
 _SAME = {"copy": 0, "copy_p": 0, "nonbatchable": 0, "stop_gradient": 0, "select_if_vmap": 1}
 _SAME |= {"reduce_and": 0, "reduce_or": 0}  # of a scalar
+_FUNCTIONS = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "eq": np.equal,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "ne": np.not_equal,
+    "neg": np.negative,
+    "not": np.invert,
+    "or": np.bitwise_or,
+    "sub": np.subtract,
+    "xor": np.bitwise_xor,
+}
 
 
 def with_equal_trips(program: Any) -> Any:
@@ -74,48 +81,34 @@ def trips(eqn: Equation, start: Sequence[Known]) -> tuple[int, int] | None:
       eqn: a `while`.
       start: what is known of its operands.
     """
+    if math.prod(len(x) for x in start if x is not None) > MOST_VALUES:
+        return None
+    counts = [
+        _trips_from(eqn, given)
+        for given in itertools.product(*([x] if x is None else map(_one, x) for x in start))
+    ]
+    found = [count for count in counts if count is not None]
+    return (min(found), max(found)) if len(found) == len(counts) else None
+
+
+def _one(value: Any) -> Known:
+    return frozenset([value])
+
+
+def _trips_from(eqn: Equation, start: Sequence[Known]) -> int | None:
+    """Returns the trips of a loop, of whose operands one value is known or none."""
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    cond, body = ends_alone(eqn.params["cond_jaxpr"]), eqn.params["body_jaxpr"]
     of_cond, of_body = start[:num_cond], start[num_cond : num_cond + num_body]
-    first = start[num_cond + num_body :]
-    carry = [Interval(0, 0, i) if isinstance(x, Interval) else None for i, x in enumerate(first)]
-    cond = ends_alone(eqn.params["cond_jaxpr"])
-    (goes_on,) = _known(cond, [*of_cond, *carry])
-    if not isinstance(goes_on, Inequalities) or not goes_on.pairs:
-        return None
-    after = _known(eqn.params["body_jaxpr"], [*of_body, *carry])
-    followed: dict[int, tuple[Interval, int]] = {}  # carried numbers that the condition reads
-
-    def at_first(x: Interval, step: int) -> Interval | None:
-        """Returns a number at the start, if a trip adds `step` to it."""
-        if x.carried is None:
-            return x if step == 0 else None
-        begin = first[x.carried]
-        if after[x.carried] != Interval(step, step, x.carried) or not isinstance(begin, Interval):
+    carry = list(start[num_cond + num_body :])
+    for count in range(MOST_TRIPS + 1):
+        (goes_on,) = _known(cond, [*of_cond, *carry])
+        if goes_on is None or len(goes_on) > 1:
             return None
-        followed[x.carried] = begin, step
-        return _sum(begin, x._replace(carried=None))
-
-    bounds = []
-    for less, more in goes_on.pairs:
-        count, end = at_first(less, 1), at_first(more, 0)
-        if count is None or end is None:
-            return None
-        bounds.append((end.low - count.high, end.high - count.low))
-    fewest, most = (max(0, min(ends)) for ends in zip(*bounds, strict=True))
-    if most > MOST_TRIPS:
-        return None
-
-    def carried(num_trips: int) -> list[Known]:
-        """Returns the ranges of carried numbers over the first trips, all others unknown."""
-        ranges: list[Known] = [None] * len(first)
-        for i, (begin, step) in followed.items():
-            ranges[i] = Interval(begin.low, begin.high + step * num_trips)
-        return ranges
-
-    conditions = _known(cond, [*of_cond, *carried(most)])
-    results = _known(eqn.params["body_jaxpr"], [*of_body, *carried(max(0, most - 1))])
-    is_in_range = None not in (*conditions, *(results[i] for i in followed))
-    return (fewest, most) if is_in_range else None
+        if not all(goes_on):
+            return count
+        carry = _known(body, [*of_body, *carry])
+    return None
 
 
 # --- programs ---
@@ -123,15 +116,14 @@ def trips(eqn: Equation, start: Sequence[Known]) -> tuple[int, int] | None:
 
 def _rewritten(program: Any, args: Sequence[Known]) -> tuple[Any, list[Known]]:
     """Returns (a program with `scan` for such loops, what is known of its results)."""
-    jaxpr = without_consts(program)
-    env: dict[Any, Known] = dict(zip(jaxpr.invars, args, strict=True))
     eqns = []
-    for eqn in jaxpr.eqns:
-        operands = [_of_atom(x, env) for x in eqn.invars]
+
+    def visit(eqn: Equation, operands: list[Known]) -> list[Known]:
         changed, outs = _equation(eqn, operands)
         eqns.append(changed)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    outs = [_of_atom(x, env) for x in jaxpr.outvars]
+        return outs
+
+    outs = _known(program, args, visit)
     return with_equations(program, eqns) if performs(program, "while") else program, outs
 
 
@@ -183,107 +175,60 @@ def _as_scan(eqn: Equation, fewest: int, most: int) -> Any:
 # --- numbers ---
 
 
-def _known(program: Any, args: Sequence[Known]) -> list[Known]:
-    """Returns what is known of the results of a program."""
+def _known(program: Any, args: Sequence[Known], visit: Callable | None = None) -> list[Known]:
+    """Returns what is known of the results of a program.
+
+    Args:
+      program: closed or open.
+      args: what is known of its arguments.
+      visit: from an equation, and what is known of its operands, to what is of its results.
+    """
     jaxpr = without_consts(program)
     env: dict[Any, Known] = dict(zip(jaxpr.invars, args, strict=True))
     for eqn in jaxpr.eqns:
-        operands = [_of_atom(x, env) for x in eqn.invars]
-        env.update(zip(eqn.outvars, _results(eqn, operands), strict=True))
+        outs = (visit or _results)(eqn, [_of_atom(x, env) for x in eqn.invars])
+        env.update(zip(eqn.outvars, outs, strict=True))
     return [_of_atom(x, env) for x in jaxpr.outvars]
 
 
 def _of_atom(atom: Any, env: dict[Any, Known]) -> Known:
-    if isinstance(atom, Var):
+    if not isinstance(atom, Literal):
         return env.get(atom)
-    if not isinstance(atom, Literal) or np.shape(atom.val):
-        return None
-    dtype = shape_of(atom).dtype
-    if dtype == np.bool_:
-        return Inequalities(()) if atom.val else None
-    if np.issubdtype(dtype, np.integer):
-        return Interval(int(atom.val), int(atom.val))
-    return None
+    return _one(np.asarray(atom.val, shape_of(atom).dtype)[()]) if _is_followed(atom) else None
 
 
-def _results(eqn: Equation, operands: list[Known]) -> list[Known]:
+def _is_followed(atom: Any) -> bool:
+    """Returns whether a variable is a scalar, and a whole number or a truth value."""
+    return not atom.aval.shape and getattr(atom.aval.dtype, "kind", "") in ("b", "i", "u")
+
+
+def _results(eqn: Equation, operands: Sequence[Known]) -> list[Known]:
     """Returns what is known of the results of an operation."""
-    if eqn.primitive.name in CALLS:
-        return _known(eqn.params[CALLS[eqn.primitive.name]], operands)
-    if len(eqn.outvars) != 1 or eqn.outvars[0].aval.shape:
+    name = eqn.primitive.name
+    if name in CALLS:
+        return _known(eqn.params[CALLS[name]], operands)
+    if len(eqn.outvars) != 1 or not _is_followed(eqn.outvars[0]):
         return [None] * len(eqn.outvars)
-    return [_within(eqn.outvars[0].aval.dtype, _result(eqn, operands))]
+    found = _result(eqn, operands)
+    return [None if found is None or len(found) > MOST_VALUES else found]
 
 
-def _within(dtype: Any, x: Known) -> Known:
-    """Returns a number if a dtype holds it, or if it is carried, so that its range is open."""
-    if not isinstance(x, Interval) or x.carried is not None:
-        return x
-    if not np.issubdtype(dtype, np.integer):
-        return None
-    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
-    return x if least <= x.low and x.high <= most else None
-
-
-def _result(eqn: Equation, operands: list[Known]) -> Known:
-    """Returns what is known of a scalar, if integers do not wrap around."""
+def _result(eqn: Equation, operands: Sequence[Known]) -> Known:
+    """Returns what is known of a scalar."""
     name = eqn.primitive.name
     if name in _SAME:
         return operands[_SAME[name]]
+    if name == "select_n":
+        which, *cases = operands
+        chosen = cases if which is None else [cases[int(k)] for k in which]
+        return None if None in chosen else frozenset().union(*(x for x in chosen if x))
+    function: Callable | None = _FUNCTIONS.get(name)
     if name == "convert_element_type":
-        return _converted(eqn, operands[0])
-    if name == "and":
-        a, b = operands
-        if isinstance(a, Inequalities) and isinstance(b, Inequalities):
-            return Inequalities(a.pairs + b.pairs)
+        before, after = (x.aval.dtype for x in (*eqn.invars, *eqn.outvars))
+        function = functools.partial(np.ndarray.astype, dtype=after)
+        operands = [_TRUTH if x is None and before == np.bool_ else x for x in operands]
+    if function is None or None in operands:
         return None
-    if not all(isinstance(x, Interval) for x in operands[name == "select_n" :]):
-        return None
-    rule: Any = _RULES.get(name)
-    return None if rule is None else rule(*operands)
-
-
-def _converted(eqn: Equation, x: Known) -> Known:
-    before, after = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    if before == after:
-        return x
-    if not np.issubdtype(after, np.integer):
-        return None
-    return Interval(0, 1) if before == np.bool_ else x
-
-
-def _sum(a: Interval, b: Interval) -> Interval | None:
-    if a.carried is not None and b.carried is not None:
-        return None
-    carried = b.carried if a.carried is None else a.carried
-    return Interval(a.low + b.low, a.high + b.high, carried)
-
-
-def _difference(a: Interval, b: Interval) -> Interval | None:
-    return None if b.carried is not None else Interval(a.low - b.high, a.high - b.low, a.carried)
-
-
-def _one_of(_: Known, *cases: Interval) -> Interval | None:
-    if len({x.carried for x in cases}) != 1:
-        return None
-    low, high = min(x.low for x in cases), max(x.high for x in cases)
-    return Interval(low, high, cases[0].carried)
-
-
-def _less(a: Interval, b: Interval) -> Inequalities:
-    return Inequalities(((a, b),))
-
-
-def _at_most(a: Interval, b: Interval) -> Inequalities:
-    return _less(a, b._replace(low=b.low + 1, high=b.high + 1))
-
-
-_RULES = {
-    "add": _sum,
-    "sub": _difference,
-    "select_n": _one_of,
-    "lt": _less,
-    "le": _at_most,
-    "gt": lambda a, b: _less(b, a),
-    "ge": lambda a, b: _at_most(b, a),
-}
+    with np.errstate(over="ignore"):
+        given = itertools.product(*(map(np.asarray, x) for x in operands if x))
+        return frozenset(function(*xs)[()] for xs in given)

@@ -36,13 +36,14 @@ SAID = {
     "number of a flag": lambda flag: lax.fori_loop(
         flag.astype(jnp.int32), 7, lambda _, n: n + 1, jnp.int32(0)
     ),
-}
-NOT_SAID = {
-    "steps of two": counting(lambda c: c[0] < 7, lambda i: i + 2),
-    "backwards": counting(lambda c: c[0] < 7, lambda i: i - 1),
-    "doubled": counting(lambda c: c[0] < 7, lambda i: i + i + 1),
+    "steps of two": counting(lambda c: c[0] < 8, lambda i: i + 2),
+    "backwards": counting(lambda c: c[0] > -7, lambda i: i - 1),
     "equality": counting(lambda c: c[0] != 7),
     "either": counting(lambda c: (c[0] < 7) | (c[2] < 3)),
+}
+NOT_SAID = {
+    "too many": counting(lambda c: c[0] < 7000),
+    "never ends": counting(lambda c: c[0] < 7, lambda i: i - 1),
     "an end that moves": counting(lambda c: c[0] < c[2] + 3, lambda i: i + 1),
     "a start that is data": lambda n: lax.fori_loop(n, 7, lambda _, x: x + 1, jnp.int32(0)),
     "a number of reals": lambda x: lax.while_loop(lambda x: x < 7, lambda x: x + 1, x),
