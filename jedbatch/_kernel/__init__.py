@@ -8,8 +8,8 @@ Read in this order:
 3. `covering`: Covering a table by few rectangles: which products of a cell become one.
 4. `pack`: Products of a cell with weights, put together: as few and as large as its dependencies
    allow.
-5. `sums_over_lanes`: Sums over the lanes that are alive: what gradients of weights are made of,
-   by one call for all.
+5. `sums_over_lanes`: Sums over the lanes that are alive, of products of several rows of each:
+   gradients of weights.
 6. `weight_gradients`: Gradients of consts: from the rows that they met, and the cotangents of
    what came of it.
 7. `residuals`: Residuals: what the reverse of a kernel reads of the forward pass, and where it

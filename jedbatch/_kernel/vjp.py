@@ -47,7 +47,7 @@ from jedbatch._kernel.residuals import (
     recomputable,
     runs_again,
 )
-from jedbatch._kernel.weight_gradients import LookUp, MatrixProduct, Tap, alike, gated_function
+from jedbatch._kernel.weight_gradients import MatrixProduct, Tap, alike, gated_function
 from jedbatch._support.types import Array, Leaf
 
 # The derivative with respect to a const does not depend on the rows at all.
@@ -447,8 +447,6 @@ class KernelVjp:
             run_equations(equations, env, kernel.run)
             return [env[v] for v in results]
 
-        saved = [self._row_sources[self._wanted.index(v)] for v in others if v not in self._again]
-        slots = tuple(i for source, i in saved if source is Source.SAVED)
         name = eqn.primitive.name
         tap = Tap(
             consts=tuple(map(kernel.const_vars.index, consts)),
@@ -462,8 +460,6 @@ class KernelVjp:
             look_up=name in LOOK_UPS,
             scale=name == "mul" and len(others) == 1 and alike(*eqn.invars, *eqn.outvars),
             product=MatrixProduct.of(eqn, kernel.is_const),
-            found=LookUp.of(eqn, self._is_weight, others),
-            slots=slots if len(slots) == len(others) else None,
             gated=gated_function(eqn, results, [*consts, *fixed], others, over_lanes),
         )
         if cares_for_padding(eqn):  # nothing else is without a reverse

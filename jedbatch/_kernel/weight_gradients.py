@@ -23,10 +23,9 @@ from jedbatch._jaxpr.sums import added
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._jaxpr.zeros import Sources
 from jedbatch._kernel.products import is_lopsided
-from jedbatch._kernel.sums_over_lanes import sum_of_products, sums_of_rows
+from jedbatch._kernel.sums_over_lanes import sum_of_products
 from jedbatch._support.types import Array
 
-SUMMED_KINDS = frozenset(map(np.dtype, (np.float32, np.float64)))  # by calls
 MOST_SUMMED = 1 << 16  # numbers of a matrix; XLA multiplies larger ones faster, on several threads
 
 
@@ -83,38 +82,6 @@ class MatrixProduct(NamedTuple):
         return (rows, cotangents) if self.weight_axis == 0 else (cotangents, rows)
 
 
-class LookUp(NamedTuple):
-    """A row of a const, whose number is in a row of its own.
-
-    Attributes:
-      number: which of the rows that are read it is.
-      clamps: whether the nearest row takes the place of one that does not exist, or none.
-    """
-
-    number: int
-    clamps: bool
-
-    @staticmethod
-    def of(eqn: Equation, is_const: Callable[[Any], bool], rows: Sequence[Any]) -> "LookUp | None":
-        """Returns what an equation is that reads some `rows`; None if it is nothing of the kind."""
-        name, params = eqn.primitive.name, eqn.params
-        if name not in ("gather", "dynamic_slice") or not is_const(eqn.invars[0]):
-            return None
-        shape, index = eqn.invars[0].aval.shape, eqn.invars[1]
-        if params["slice_sizes"] != (1, *shape[1:]) or index not in rows:
-            return None
-        if index.aval.size != 1 or index.aval.dtype != np.int32:
-            return None
-        number = rows.index(index)
-        if name == "dynamic_slice":
-            return LookUp(number, True)
-        dims, mode = params["dimension_numbers"], params["mode"]
-        batched = dims.operand_batching_dims or dims.start_indices_batching_dims
-        if dims.start_index_map != (0,) or batched:
-            return None
-        return LookUp(number, mode is lax.GatherScatterMode.CLIP)
-
-
 @dataclass(frozen=True, eq=False)
 class Tap:
     """A place where consts meet rows.
@@ -131,8 +98,6 @@ class Tap:
       look_up: its gradient is a scatter.
       scale: it multiplies a row by a const of its shape, element by element.
       product: of a row or rows with a matrix, which it is; None of other operations.
-      found: of a look-up of one row, how it is found; None of others.
-      slots: which of what is saved the other things are, if they are nothing else; else None.
       gated: the same as `apply`, with bool[] for each result besides, whether it is alive. Nothing
         comes back from those that are not. None if derivatives are finite, or there is one result.
     """
@@ -148,8 +113,6 @@ class Tap:
     look_up: bool = False
     scale: bool = False
     product: MatrixProduct | None = None
-    found: LookUp | None = None
-    slots: tuple[int, ...] | None = None
     gated: Callable | None = None
 
     def gradient(
@@ -184,50 +147,13 @@ class Tap:
         _, vjp = jax.vjp(batched, [consts[c] for c in self.consts])
         return vjp(list(cotangents))[0]
 
-    @property
-    def is_sum(self) -> bool:
-        """Returns whether its gradient is one call of a sum over lanes, see `sum`."""
-        if self.slots is None or len(self.cotangents) != 1 or self.gated is not None:
-            return False
-        if self.product is not None:
-            return len(self.shapes[0]) == 1
-        return self.found is not None or (not self.slots and self.linear)
-
-    def sum(
-        self, consts: Sequence[Array], alive: Array, slots: Sequence[Array], cotangents: Array
-    ) -> list[Array] | None:
-        """Gradients of its consts from all lanes, if `is_sum`; None where blocks are faster.
-
-        Args:
-          consts: of the kernel.
-          alive: bool[lanes], which lanes count.
-          slots: the rows that it reads, with whatever is in other lanes.
-          cotangents: the same of its result.
-        """
-        weights = [consts[c] for c in self.consts]
-        kinds = {x.dtype for x in (cotangents, *weights)}
-        if len(kinds) != 1 or not kinds <= SUMMED_KINDS:
-            return None
-        if self.product is not None:
-            if weights[0].size > MOST_SUMMED:
-                return None
-            rows, given = (x.reshape(len(x), -1) for x in (slots[0], cotangents))
-            return [self.product.sum(alive, rows, given)]
-        if self.found is not None:
-            numbers, shape = slots[self.found.number].reshape(-1), weights[0].shape
-            rows = cotangents.reshape(len(cotangents), *shape[1:])
-            return [sums_of_rows(alive, rows, numbers, shape[0], self.found.clamps)]
-        ones = jnp.ones((len(alive), 1), cotangents.dtype)
-        total = sum_of_products(alive, ones, cotangents.reshape(len(alive), -1))
-        return self.gradient(consts, [], [total.reshape(1, *self.shapes[0])])
-
     def sum_of_block(
         self, consts: Sequence[Array], alive: Array, rows: Sequence[Array], cotangents: Array
     ) -> list[Array] | None:
         """Gradients of its consts from a block of lanes, if that is one call; None if it is not.
 
-        It is if several rows of each lane are multiplied by a matrix that is no larger than in
-        `sum`: XLA:CPU takes three times as long, and has to mask them before.
+        It is if several rows of each lane are multiplied by a matrix that is not large: XLA:CPU
+        takes three times as long, and has to mask them before.
         """
         if self.product is None or len(self.shapes[0]) != 2 or 0 in self.shapes[0]:
             return None

@@ -494,7 +494,6 @@ class Backward:
             forward.lanes[k],
             lambda i, done: done < number_at(tables[1], trips[i]),
             echoed if kernel.reverse.is_leaf else None,
-            target.control == "loops" and not kernel.reverse.is_leaf,
         )
 
 

@@ -85,8 +85,6 @@ class Lanes:
       capacity: of lanes.
       more: from the number of a width and blocks of it that are done to whether there is one more.
       cotangents: from a tap, a lane and a width to its cotangents, if not from the slots.
-      has_sums: whether sums over all lanes may be taken at once; `alive` is false of those behind
-        the blocks then.
     """
 
     kernel: Kernel
@@ -98,17 +96,13 @@ class Lanes:
     capacity: int
     more: Callable[[int, jax.Array], jax.Array]
     cotangents: Callable[[Tap, Lane, int], Sequence[jax.Array]] | None = None
-    has_sums: bool = False
 
     def add_gradients(self, total: Values) -> list[jax.Array | None]:
         """Returns gradients of consts, to which what all tapped operations contribute is added.
 
         In lanes where a cotangent does not exist, it and the rows may be anything.
         """
-        total = list(total)
-        taps = [tap for tap in self.kernel.reverse.taps if not self.adds_sum(tap, total)]
-        if not taps:
-            return total
+        taps = self.kernel.reverse.taps
         stand_ins = list(map(self.stand_in, taps))
 
         def block(width: int, lane: Lane, total: Values) -> Values:
@@ -118,17 +112,6 @@ class Lanes:
 
         found = each_block(self.blocks, self.capacity, self.more, block, list(total))
         return list(found)
-
-    def adds_sum(self, tap: Tap, total: list[jax.Array | None]) -> bool:
-        """Adds the gradients of a tap to those of consts, if they are sums over all lanes."""
-        if not self.has_sums or not tap.is_sum:
-            return False
-        (alive,), (c,) = self._alive(tap, 0, self.capacity), tap.cotangents
-        slots = [self.slots[i] for i in tap.slots or ()]
-        found = tap.sum(self.consts, alive, slots, self.slots[self.kernel.reverse.rooms[c]])
-        for c, x in zip(tap.consts, found or (), strict=False):
-            total[c] = total[c] + x
-        return found is not None
 
     def stand_in(self, tap: Tap) -> StandIn | None:
         """Returns what takes the place of rows of no lane; None if rows of zeros do."""

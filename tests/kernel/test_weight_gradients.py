@@ -123,5 +123,8 @@ def test_gradients_by_rows_of_inputs_are_those_of_a_loop(maker):
     gradient = jax.jit(jax.grad(lambda p: jnp.square(batched.apply(p, plan)).sum()))
     loop = jax.grad(lambda p: sum(jnp.square(chain(p, x)).sum() for x in instances))
     jax.tree.map(lambda a, b: assert_close(a, b, 1e-4), gradient(params), loop(params))
+    ones = (jax.tree.map(jnp.ones_like, params),)
+    pushed = [jax.jvp(fn, (params,), ones)[1] for fn in (gradient, loop)]
+    jax.tree.map(lambda a, b: assert_close(a, b, 1e-3), *pushed)
     calls = gradient.lower(params).as_text().count("@jedbatch_row_products")
     assert calls if maker == "calls" else not calls

@@ -135,7 +135,6 @@ clamped(int64_t index, int64_t count)
 
 /* The functions that are not in `calls.c`. */
 void *row_products(CallFrame *frame);
-void *row_sums(CallFrame *frame);
 void *times_matrix(CallFrame *frame);
 
 #endif

@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 27 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 28 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
