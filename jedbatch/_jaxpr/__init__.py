@@ -57,7 +57,7 @@ Read in this order:
 36. `program_counters`: A machine for lanes that are at different places of a program.
 37. `bounded`: Loops with a bound: a `while_loop` that does not end stops after so many trips, and
    says so.
-38. `branch_residuals`: Residuals of branches, without those that are there anyway.
+38. `branch_residuals`: Residuals of branches: none but the operands, which are there anyway.
 39. `branches`: Branches, each for its own lanes: forwards, and in reverse for weights that all
    lanes share.
 40. `single_kernel`: Loops as single kernels of a CPU: compiled by XLA as one function, without a
