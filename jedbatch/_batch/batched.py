@@ -237,9 +237,9 @@ class Batched(Generic[*Given, Result]):
           ... def halve(x):
           ...     return jax.lax.while_loop(lambda x: x > 1, lambda x: x / 2, x)
           >>> halve_all = jedbatch.batch(halve, in_axes=0, control_flow="lanes")
-          >>> counts = halve_all.lane_steps([jnp.float32(2**(i % 10)) for i in range(64)])
+          >>> counts = halve_all.lane_steps([jnp.float32(2**(i % 10)) for i in range(61)])
           >>> counts.steps, counts.lanes, counts.needed
-          (9, 576, 276)
+          (9, 576, 270)
         """
         return lane_steps(self._core, args, batch_size)
 

@@ -29,7 +29,7 @@ from jax.extend.core import Var
 from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
 from jedbatch._jaxpr.branches import LaneBranch, apart, apart_with_reverse
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, with_programs, work
-from jedbatch._jaxpr.lane_loops import Repeats, carries_of_lanes
+from jedbatch._jaxpr.lane_loops import as_function, carries_of_lanes
 from jedbatch._jaxpr.lane_steps import note_form
 from jedbatch._jaxpr.packed_loops import PackableLoop, packs
 from jedbatch._jaxpr.program_counters import LaneRule, pays, run_lanes
@@ -61,7 +61,6 @@ def without_lock_step(
     mode: ControlFlowName,
     branches: BranchesName = "forward",
     rule: LaneRule | None = None,
-    repeats: Var | None = None,
 ) -> Any:
     """Returns a program whose loops and branches do not wait for other lanes under `vmap`.
 
@@ -72,23 +71,17 @@ def without_lock_step(
       branches: the mode in which those can be differentiated: "forward", "reverse", or "both",
         which has them in lock step.
       rule: how lanes run, and what it costs; None for the default.
-      repeats: a variable that has whether a lane has the operands of the last one, where the
-        program is run; of these lanes loops that are in no other program run one.
     """
     if mode == "lockstep" or not diverges(program):
         return program
     program = with_equal_trips(program)
     rule = rule or LaneRule()
     jaxpr = without_consts(program)
-    return with_equations(program, _with_nests(jaxpr, mode, branches, rule, repeats))
+    return with_equations(program, _with_nests(jaxpr, mode, branches, rule))
 
 
 def _without_lock_step(
-    equations: Sequence[Equation],
-    mode: ControlFlowName,
-    branches: BranchesName,
-    rule: LaneRule,
-    repeats: Var | None = None,
+    equations: Sequence[Equation], mode: ControlFlowName, branches: BranchesName, rule: LaneRule
 ) -> list[Any]:
     change = functools.partial(without_lock_step, mode=mode, branches=branches, rule=rule)
     eqns = []
@@ -96,8 +89,9 @@ def _without_lock_step(
         name = eqn.primitive.name
         values_decide = name in _RULES and not _by_platform(eqn)
         if values_decide and not eqn.effects and (name != "cond" or branches != "both"):
-            own = repeats if name == "while" else None
-            eqns.append(_ruled(eqn, _RULES[name](eqn, mode, branches, rule), own))
+            own = _RULES[name](eqn, mode, branches, rule)
+            run = functools.partial(eqn.primitive.bind, **eqn.params)
+            eqns.append(_ruled(run, own, eqn.invars, eqn.outvars))
         elif name in RULES_OF_REVERSE and branches != "forward":
             eqns.append(eqn)
         else:
@@ -121,22 +115,12 @@ def _by_platform(eqn: Equation) -> bool:
     return eqn.params.get("branches_platforms") is not None
 
 
-def _ruled(eqn: Equation, rule: Callable, repeats: Var | None) -> Any:
-    """Returns an operation with another rule for `vmap`, which reads what `repeats`, too."""
-    operands = [*eqn.invars, *_present(repeats)]
-
-    @jax.custom_batching.custom_vmap
-    def call(*xs: Array) -> Any:
-        return eqn.primitive.bind(*xs[: len(eqn.invars)], **eqn.params)
-
+def _ruled(run: Callable, rule: Callable, operands: list[Any], results: list[Any]) -> Any:
+    """Returns an operation that runs a function, and has another rule for `vmap`."""
+    call = jax.custom_batching.custom_vmap(run)
     call.def_vmap(rule)
-    traced = jax.make_jaxpr(call)(*(v.aval for v in operands))
-    (called,) = traced.eqns
-    return eqn.replace(primitive=called.primitive, params=called.params, invars=operands)
-
-
-def _present(v: Var | None) -> list[Var]:
-    return [] if v is None else [v]
+    (called,) = jax.make_jaxpr(call)(*(v.aval for v in operands)).eqns
+    return called.replace(invars=operands, outvars=results)
 
 
 def _in_lock_step(eqn: Equation, in_batched: Sequence[bool], args: Sequence[Array]) -> Any:
@@ -144,6 +128,21 @@ def _in_lock_step(eqn: Equation, in_batched: Sequence[bool], args: Sequence[Arra
     axes = [0 if batched else None for batched in in_batched]
     outs = jax.vmap(lambda *xs: eqn.primitive.bind(*xs, **eqn.params), axes)(*args)
     return outs, [True] * len(outs)
+
+
+def _runs_by_lanes(
+    what: str,
+    program: Any,
+    args: Sequence[Array],
+    in_batched: Sequence[bool],
+    size: int,
+    mode: ControlFlowName,
+    rule: LaneRule,
+) -> bool:
+    """Returns whether a program is to run by lanes, and notes it."""
+    by_lanes = size > 1 and (mode == "lanes" or pays(program, args, in_batched, size, rule))
+    note_form(what, LANES if by_lanes else LOCK_STEP, size)
+    return by_lanes
 
 
 # --- loops in loops ---
@@ -154,7 +153,6 @@ def _with_nests(
     mode: ControlFlowName,
     branches: BranchesName,
     rule: LaneRule,
-    repeats: Var | None,
 ) -> Sequence[Equation]:
     """Returns the equations without lock step, one in place of those that program counters run.
 
@@ -166,7 +164,7 @@ def _with_nests(
     if branches == "both":
         nests = [i for i in nests if eqns[i].primitive.name in ("while", "scan", "cond")]
     if not nests or branches == "reverse":
-        return _without_lock_step(eqns, mode, branches, rule, repeats)
+        return _without_lock_step(eqns, mode, branches, rule)
     ranges = [(i, i + 1) for i in nests]
     if branches == "forward":
         loops = [i for i, eqn in enumerate(eqns) if is_cut(eqn, [True] * len(eqn.invars))]
@@ -176,10 +174,10 @@ def _with_nests(
     for first, last in ranges:
         read = {v for eqn in eqns[last:] for v in reads(eqn)}
         read.update(v for v in jaxpr.outvars if isinstance(v, Var))
-        nest = _nest(jaxpr, eqns[first:last], read, mode, branches, rule, repeats)
-        found += [*_without_lock_step(eqns[end:first], mode, branches, rule, repeats), nest]
+        nest = _nest(jaxpr, eqns[first:last], read, mode, branches, rule)
+        found += [*_without_lock_step(eqns[end:first], mode, branches, rule), nest]
         end = last
-    return [*found, *_without_lock_step(eqns[end:], mode, branches, rule, repeats)]
+    return [*found, *_without_lock_step(eqns[end:], mode, branches, rule)]
 
 
 def _nest(
@@ -189,7 +187,6 @@ def _nest(
     mode: ControlFlowName,
     how: BranchesName,
     lanes: LaneRule,
-    repeats: Var | None,
 ) -> Any:
     """Returns one equation for some; `read` is what others read, the rest of `_with_nests`."""
     made = {v for eqn in eqns for v in eqn.outvars}
@@ -199,40 +196,19 @@ def _nest(
     closed = jax.make_jaxpr(functools.partial(jax.core.eval_jaxpr, part, []))(
         *(shape_of(v) for v in operands)
     )
+    run = as_function(closed)
     waiting = with_equations(closed, _without_lock_step(closed.jaxpr.eqns, mode, how, lanes))
     can_reverse = how == "both" and eqns[0].primitive.name != "while"
-    given = [*operands, *_present(repeats)]
 
-    def rule(size: int, in_batched: Sequence[bool], *found: Array) -> Any:
-        args, in_batched = found[: len(operands)], in_batched[: len(operands)]
-        like_last = None if repeats is None else found[-1]
-        if not any(in_batched):  # but what repeats
-            outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
-            return outs, [False] * len(outs)
-        axes = [0 if batched else None for batched in in_batched]
+    def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
+        axes, every = [0 if batched else None for batched in in_batched], [True] * len(results)
+        otherwise = jax.vmap(as_function(waiting), axes, axis_size=size)
+        given = closed, args, in_batched, size
+        if not _runs_by_lanes("loops in loops", *given, mode, lanes):
+            return otherwise(*args), every
+        return run_lanes(*given, otherwise if can_reverse else None, lanes), every
 
-        def otherwise(*args: Array) -> list[Array]:
-            run = functools.partial(jax.core.eval_jaxpr, waiting.jaxpr, waiting.consts)
-            found: list[Array] = jax.vmap(run, axes, axis_size=size)(*args)
-            return found
-
-        by_lanes = mode == "lanes" or pays(closed, args, in_batched, size, lanes)
-        note_form("loops in loops", LANES if size > 1 and by_lanes else LOCK_STEP, size)
-        if size < 2 or not by_lanes:
-            outs = otherwise(*args)
-        else:
-            in_lock_step = otherwise if can_reverse else None
-            outs = run_lanes(closed, args, in_batched, size, in_lock_step, lanes, like_last)
-        return outs, [True] * len(outs)
-
-    @jax.custom_batching.custom_vmap
-    def call(*xs: Array) -> Any:
-        return jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs[: len(operands)])
-
-    call.def_vmap(rule)
-    traced = jax.make_jaxpr(call)(*map(shape_of, given))
-    (called,) = traced.eqns
-    return called.replace(invars=given, outvars=results)
+    return _ruled(run, rule, operands, results)
 
 
 # --- loops ---
@@ -242,7 +218,7 @@ def _rule_of_while(
     eqn: Equation, mode: ControlFlowName, branches: BranchesName, lanes: LaneRule
 ) -> Callable:
     num_cond = eqn.params["cond_nconsts"]
-    num_consts, num_operands = num_cond + eqn.params["body_nconsts"], len(eqn.invars)
+    num_consts = num_cond + eqn.params["body_nconsts"]
     decides = _what_decides(eqn)
     body_work = sum(map(work, eqn.params["body_jaxpr"].jaxpr.eqns))
     closed = jax.make_jaxpr(functools.partial(eqn.primitive.bind, **eqn.params))(
@@ -257,11 +233,7 @@ def _rule_of_while(
         alone = ends_alone(eqn.params["cond_jaxpr"]), goes_on_alone(eqn.params["body_jaxpr"])
         return PackableLoop(alone, num_cond, consts, in_consts)
 
-    def rule(size: int, in_batched: Sequence[bool], *given: Array) -> Any:
-        args, in_batched = given[:num_operands], in_batched[:num_operands]
-        if not any(in_batched):  # but what repeats
-            outs = eqn.primitive.bind(*args, **eqn.params)
-            return outs, [False] * len(outs)
+    def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
         if not any(in_batched[i] for i in decides):
             return _in_lock_step(eqn, in_batched, args)
         every = [True] * len(eqn.outvars)
@@ -269,13 +241,11 @@ def _rule_of_while(
         start = carries_of_lanes(args[num_consts:], in_batched[num_consts:], size)
         if loop is not None and loop.runs_in_kernel(start):
             note_form("loops", LANES, size)
-            return loop.run(start, Repeats(*given[num_operands:]), body_work), every
-        if size > 1 and (mode == "lanes" or pays(closed, args, in_batched, size, lanes)):
-            note_form("loops", LANES, size)
-            arrays, like_last = list(map(jnp.asarray, args)), given[num_operands:]
-            return run_lanes(closed, arrays, in_batched, size, None, lanes, *like_last), every
-        note_form("loops", LOCK_STEP, size)
-        return _in_lock_step(eqn, in_batched, args)
+            return loop.run(start, body_work), every
+        given = closed, list(map(jnp.asarray, args)), in_batched, size
+        if not _runs_by_lanes("loops", *given, mode, lanes):
+            return _in_lock_step(eqn, in_batched, args)
+        return run_lanes(*given, None, lanes), every
 
     return rule
 
@@ -334,8 +304,7 @@ def _function(
     closed: Any, mode: ControlFlowName, branches: BranchesName, lanes: LaneRule
 ) -> Callable:
     """Returns a program of one lane as a function."""
-    made = without_lock_step(closed, mode, branches, lanes)
-    return functools.partial(jax.core.eval_jaxpr, made.jaxpr, made.consts)
+    return as_function(without_lock_step(closed, mode, branches, lanes))
 
 
 _RULES = {"while": _rule_of_while, "cond": _rule_of_cond}

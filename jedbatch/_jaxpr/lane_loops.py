@@ -1,11 +1,13 @@
 """A `while_loop` that is mapped over lanes, as functions of constants and carries of some lanes."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jedbatch._jaxpr.storage import is_key
 from jedbatch._support.types import Array
 
 
@@ -58,43 +60,25 @@ class LoopOfLanes(NamedTuple):
         return cls(jax.vmap(more), jax.vmap(step), own)
 
 
-def flag_variable() -> Any:
-    """Returns a variable for whether a lane has the operands of the last one."""
-    return jax.make_jaxpr(jnp.logical_not)(jax.ShapeDtypeStruct((), bool)).jaxpr.invars[0]
+def like_last(arrays: Sequence[Array]) -> Array:
+    """Returns bool[N], which lanes have the operands [N, ...] of the last one.
 
-
-class Repeats:
-    """Lanes with the operands of the last one, such as those that fill up a chunk.
-
-    One of them runs, for all.
-
-    Args:
-      like_last: bool[N], which lanes have them; not given if none but the last.
+    Those have that fill up a chunk. One of them runs, for all.
     """
+    numbers = [jax.random.key_data(x) if is_key(x.dtype) else x for x in arrays]
+    flags = [(x == x[-1:]).reshape(len(x), -1).all(1) for x in numbers]
+    return functools.reduce(jnp.logical_and, flags)
 
-    def __init__(self, like_last: Array | None = None):
-        self._like_last = like_last
-        if like_last is not None:
-            size = len(like_last)
-            self._first = jnp.where(like_last, jnp.arange(size), size - 1).min()
 
-    def run(self, size: int) -> Array:
-        """Returns bool[N], which of so many lanes run."""
-        if self._like_last is None:
-            return jnp.ones(size, bool)
-        return (jnp.arange(size) == self._first) | ~self._like_last
+def one_of(repeats: Array) -> Array:
+    """Returns bool[N], which lanes run where those are alike that are marked."""
+    return ~repeats | (jnp.arange(len(repeats)) == repeats.argmax())
 
-    def begin(self, loop: LoopOfLanes, start: Sequence[Array]) -> Array:
-        """Returns bool[N], which lanes of a loop run, given carries at first, [N, ...] each."""
-        goes_on = loop.more(loop.own, start)
-        return goes_on if self._like_last is None else goes_on & self.run(len(goes_on))
 
-    def filled(self, outs: Sequence[Array]) -> list[Array]:
-        """Returns results [N, ...] of all lanes, given those of lanes that ran."""
-        if self._like_last is None:
-            return list(outs)
-        ran = [jnp.broadcast_to(x[self._first], x.shape) for x in outs]
-        return where_lanes(self._like_last, ran, outs)
+def with_copies(repeats: Array, outs: Sequence[Array]) -> list[Array]:
+    """Returns results [N, ...] of all lanes, given those of lanes that ran (see `one_of`)."""
+    first = repeats.argmax()
+    return where_lanes(repeats, [jnp.broadcast_to(x[first], x.shape) for x in outs], outs)
 
 
 def where_lanes(flags: Array, xs: Sequence[Array], ys: Sequence[Array]) -> list[Array]:

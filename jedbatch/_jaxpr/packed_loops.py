@@ -23,7 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jedbatch._jaxpr.lane_loops import LoopOfLanes, Repeats, as_function, where_lanes
+from jedbatch._jaxpr.lane_loops import (
+    LoopOfLanes,
+    as_function,
+    like_last,
+    one_of,
+    where_lanes,
+    with_copies,
+)
 from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.single_kernel import (
     in_kernel,
@@ -214,21 +221,47 @@ class PackableLoop:
         kinds = consts, [kind(x, True) for x in start]
         return runs_in_kernel(jax.make_jaxpr(both)(*kinds))
 
-    def run(self, start: Sequence[Array], repeats: Repeats, body_work: int) -> list[Array]:
-        """Runs the loop until all lanes are done.
+    def run(self, start: Sequence[Array], body_work: int) -> list[Array]:
+        """Runs the loop until all lanes are done; one of those like the last, for all.
+
+        It is differentiated in lock step.
 
         Args:
           start: carries at first, [N, ...] each.
-          repeats: lanes of which one runs.
           body_work: floating-point operations of a step of a lane, for counts of steps.
 
         Returns:
           The carries [N, ...] at the end.
         """
-        size, num_consts, counts = len(start[0]), len(self._consts), is_counting()
-        loop = self._loop(self._functions, self._consts)
+
+        @jax.custom_jvp
+        def run(consts: Sequence[Array], start: Sequence[Array]) -> list[Array]:
+            return self._run(consts, start, body_work)
+
+        @run.defjvp
+        def push(primals: Any, tangents: Any) -> Any:
+            return jax.jvp(lambda *xs: self._run_in_lock_step(*xs)[0], primals, tangents)
+
+        return run(list(map(jnp.asarray, self._consts)), list(start))
+
+    def _run_in_lock_step(
+        self, consts: Sequence[Array], start: Sequence[Array]
+    ) -> tuple[list[Array], Array | None]:
+        """Returns the carries at the end, and counts; all lanes run until the last one is done."""
+        loop = self._loop(self._functions, consts)
+        goes_on = loop.more(loop.own, start)
+        _, ends, _, count = in_lock_step(loop, start, goes_on, lambda left, _: left > 0)
+        return ends, count
+
+    def _run(self, consts: Sequence[Array], start: Sequence[Array], body_work: int) -> list[Array]:
+        size, num_consts, counts = len(start[0]), len(consts), is_counting()
+        loop = self._loop(self._functions, consts)
+        repeats = like_last([*loop.own, *start])
         goes_on, ends, num_left, first = in_lock_step(
-            loop, start, repeats.begin(loop, start), lambda left, wasted: wasted < EXCHANGE * left
+            loop,
+            start,
+            loop.more(loop.own, start) & one_of(repeats),
+            lambda left, wasted: wasted < EXCHANGE * left,
         )
 
         def in_places(*operands: Array) -> list[Array]:
@@ -240,15 +273,13 @@ class PackableLoop:
 
         def otherwise(*operands: Array) -> list[Array]:
             consts, ends = operands[:num_consts], operands[num_consts + 2 :]
-            loop = self._loop(self._functions, consts)
-            goes_on = loop.more(loop.own, ends)
-            _, outs, _, count = in_lock_step(loop, ends, goes_on, lambda left, _: left > 0)
+            outs, count = self._run_in_lock_step(consts, ends)
             return [*outs, *([] if count is None else [count])]
 
         def exchange(state: Any) -> Any:
             ends, _, num_left = state
             (left,) = jnp.nonzero(goes_on, size=size, fill_value=size)
-            operands = *self._consts, left.astype(jnp.int32), num_left, *ends
+            operands = *consts, left.astype(jnp.int32), num_left, *ends
             found = in_kernel(in_places, otherwise)(*operands)
             return found[: len(ends)], found[len(ends) :], jnp.int32(0)
 
@@ -259,4 +290,4 @@ class PackableLoop:
         if first is not None:
             parts = [(0, body_work, size), (0, body_work, PLACES)]
             tell("loop", parts, jnp.stack([first, *after]))
-        return repeats.filled(ends)
+        return with_copies(repeats, ends)

@@ -40,7 +40,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.basic_blocks import cut
 from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._jaxpr.lane_loops import Repeats
+from jedbatch._jaxpr.lane_loops import like_last, one_of, where_lanes, with_copies
 from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.registers import BasicBlock, BlockProgram, Slot
 from jedbatch._jaxpr.storage import from_stored, stored, to_stored
@@ -95,9 +95,8 @@ def run_lanes(
     size: int,
     in_lock_step: Callable | None = None,
     rule: LaneRule | None = None,
-    like_last: Array | None = None,
 ) -> list[Array]:
-    """Runs a program for lanes with program counters.
+    """Runs a program for lanes with program counters; one of those like the last, for all.
 
     Args:
       program: a closed program of one lane.
@@ -106,8 +105,6 @@ def run_lanes(
       size: N.
       in_lock_step: from the same arrays to the same results; what is differentiated, if given.
       rule: how they run; None for the default.
-      like_last: bool[N], which of them have the arguments of the last one; of these one runs.
-        None if none but the last.
 
     Returns:
       The results [N, ...] of lanes.
@@ -115,12 +112,11 @@ def run_lanes(
     lanes = rule or LaneRule()
 
     @jax.custom_jvp
-    def run(args: Sequence[Array], like_last: Array | None) -> list[Array]:
-        repeats = Repeats(like_last)
-        return repeats.filled(_run(program, args, in_batched, repeats.run(size), lanes))
+    def run(*args: Array) -> list[Array]:
+        repeats = like_last(list(itertools.compress(args, in_batched)))
+        return with_copies(repeats, _run(program, args, in_batched, one_of(repeats), lanes))
 
-    def push(read: tuple, moves: tuple) -> tuple[list, list]:
-        (primals, like_last), (tangents, _) = read, moves
+    def push(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list, list]:
         moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
         moved = [*primals, *(tangents[i] for i in moving)]
         if in_lock_step is not None:
@@ -133,7 +129,7 @@ def run_lanes(
             ]
             fn = functools.partial(jax.core.eval_jaxpr, program.jaxpr, program.consts)
             pushed = jax.make_jaxpr(lambda *xs: _with_tangents(fn, moving, xs))(*kinds)
-            every = run_lanes(pushed, moved, flags, size, None, lanes, like_last)
+            every = run_lanes(pushed, moved, flags, size, None, lanes)
         outs = every[: len(program.jaxpr.outvars)]
         found = iter(every[len(outs) :])
         return outs, [
@@ -142,7 +138,7 @@ def run_lanes(
         ]
 
     run.defjvp(push, symbolic_zeros=True)
-    return run(tuple(args), like_last)
+    return run(*args)
 
 
 def _with_tangents(fn: Callable, moving: Sequence[int], operands: Sequence[Array]) -> list[Array]:
@@ -425,7 +421,7 @@ def _repeated(
         carried = dict(zip(block.outputs, now, strict=True))
         given = fixed | {x: y for x, y in carried.items() if x in values}
         outs, found, _ = _over_lanes(block, given, width)
-        now = [_where(active, x, y) for x, y in zip(outs, now, strict=True)]
+        now = where_lanes(active, outs, now)
         after = jnp.where(active, found, after)
         active = active & (found == block.number)
         left = active.sum(dtype=jnp.int32)
@@ -497,7 +493,3 @@ def _all(registers: Registers, slot: Slot) -> Array:
 def _kind_of(slot: Slot) -> ValueType:
     """Returns the shape and dtype of the values of a register."""
     return ValueType(slot.shape, slot.dtype)
-
-
-def _where(flags: Array, x: Array, y: Array) -> Array:
-    return jnp.where(flags.reshape(-1, *[1] * (x.ndim - 1)), x, y)

@@ -10,8 +10,8 @@ In such a kernel XLA has no code for products of matrices, for sorting, for scat
 places, or for calls of other libraries, by which it reduces arrays of some thousand elements: it
 refuses to compile them. Nor is there anything to gain where arrays are large. So a program is
 looked through before (`runs_in_kernel`), and small products of matrices are written as sums
-(`with_sums`). What transformations would make of a program afterwards, nobody has looked through:
-under `vmap` and `jvp` the kernel gives way to another function of the same values (`in_kernel`).
+(`with_sums`). What `vmap` would make of a program afterwards, nobody has looked through: there the
+kernel gives way to another function of the same values (`in_kernel`).
 
 Where the attribute is not known, as on other devices, the call is one like any other. It is not
 documented, and what XLA cannot compile may abort the process: with versions of jaxlib newer than
@@ -162,7 +162,7 @@ def in_kernel(
 
     Args:
       run: from arrays to arrays; its program has been looked through.
-      otherwise: computes the same from the same, and is what is mapped and differentiated.
+      otherwise: computes the same from the same, and is what is mapped.
     """
 
     def apart(*args: Array) -> Sequence[Array]:
@@ -182,16 +182,7 @@ def in_kernel(
         return outs, [True] * len(outs)
 
     called.def_vmap(over_instances)
-
-    @jax.custom_jvp
-    def call(*args: Array) -> Sequence[Array]:
-        return called(*args)
-
-    @call.defjvp
-    def push(primals: Sequence[Array], tangents: Sequence[Array]) -> Any:
-        return jax.jvp(otherwise, primals, tangents)
-
-    return lambda *args: list(call(*args))
+    return lambda *args: list(called(*args))
 
 
 def reading(number: Array, arrays: Sequence[Array]) -> Array:

@@ -45,7 +45,6 @@ from jedbatch._jaxpr.interpret import (
     value_of,
     work,
 )
-from jedbatch._jaxpr.lane_loops import flag_variable
 from jedbatch._jaxpr.lane_steps import LaneCounter, LaneForms, program_of
 from jedbatch._jaxpr.single_instances import may_differ
 from jedbatch._jaxpr.storage import Kind, distinct_kinds, from_stored, row_bytes, stored, to_stored
@@ -118,8 +117,7 @@ class Kernel:
         self.lanes = lane_rule(target)
         self.forms = LaneForms()
         self.counter = counter
-        self._bodies: dict[tuple[BranchesName, bool], Sequence[Equation]] = {}
-        self._like_last = flag_variable()  # see `forward_bounded`
+        self._bodies: dict[BranchesName, Sequence[Equation]] = {}
         self.operands = node_type.operands
         self.results = node_type.results
         operation = operation_of(node_type)
@@ -195,15 +193,10 @@ class Kernel:
         consts: Sequence[Array],
         operands: Sequence[Array],
         branches: BranchesName = "forward",
-        like_last: Array | None = None,
     ) -> tuple[list[Array], list[Array]]:
-        """The results of one lane, and, if loops have a bound, whether one was stopped.
-
-        If it is known whether it is `like_last`, loops run one of the lanes that are.
-        """
+        """The results of one lane, and, if loops have a bound, whether one was stopped."""
         with program_of(self.node_type, self.forms, self.counter):
-            body = self._over_lanes(branches, like_last is not None)
-            results, env = self.evaluate(consts, operands, {}, body, like_last)
+            results, env = self.evaluate(consts, operands, {}, self._over_lanes(branches))
             return results, [value_of(v, env) for v in self._outvars[len(results) :]]
 
     @functools.cached_property
@@ -216,15 +209,14 @@ class Kernel:
         """Returns whether lanes take different ways, or loop for different times, by themselves."""
         return self.control_flow != "lockstep" and diverges(self.jaxpr.replace(eqns=self.body))
 
-    def _over_lanes(self, branches: BranchesName, repeats: bool) -> Sequence[Equation]:
-        """The body, for `vmap` without lock step; it reads which lanes are alike if some may be."""
-        if (branches, repeats) not in self._bodies:
+    def _over_lanes(self, branches: BranchesName) -> Sequence[Equation]:
+        """The body, for `vmap` without lock step."""
+        if branches not in self._bodies:
             program = self.jaxpr.replace(eqns=self.body, outvars=self._outvars)
-            like_last = self._like_last if repeats else None
             program = self._laid_out(program, self.const_vars)
-            given = program, self.control_flow, branches, self.lanes, like_last
-            self._bodies[branches, repeats] = without_lock_step(*given).eqns
-        return self._bodies[branches, repeats]
+            given = program, self.control_flow, branches, self.lanes
+            self._bodies[branches] = without_lock_step(*given).eqns
+        return self._bodies[branches]
 
     def over_lanes(self, program: Jaxpr, shared: Sequence[Var]) -> Any:
         """Returns a program of the reverse, for `vmap` without lock step.
@@ -266,7 +258,6 @@ class Kernel:
         operands: Any,
         deltas: dict[Var | int, Array],
         body: Sequence[Equation] | None = None,
-        like_last: Array | None = None,
     ) -> tuple[list, dict]:
         """(results, all values) of one lane.
 
@@ -275,7 +266,6 @@ class Kernel:
         """
         env = self.environment(operands)
         env.update(zip(self.const_vars, consts, strict=True))
-        env[self._like_last] = like_last
 
         def rule(eqn: Equation, values: list[jax.Array]) -> list[Array]:
             outs = self.run(eqn, values)

@@ -21,11 +21,9 @@ Source: ED-Batch for batches over contiguous arenas; the forms of the loop were 
 """
 
 import functools
-import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from jedbatch._jaxpr.storage import Kind
@@ -167,9 +165,7 @@ class Forward:
         signature = self.signature
         kernel = signature.kernels[k]
         operands = after(signature.target, self.operands(k, table, state[0], lane, width, reading))
-        like_last = self._like_last(k, table, lane, width) if self._may_repeat(kernel) else None
-        given = operands, width, self.saving, like_last
-        results, residuals = run_lanes(kernel, consts[k], *given)
+        results, residuals = run_lanes(kernel, consts[k], operands, width, self.saving)
         arenas, saved = list(state[0]), list(state[1])
         arrays, rows, writes = list(arenas), list(results), self.results(k)
         if self.saving:
@@ -182,16 +178,6 @@ class Forward:
         elif kernel.is_bounded:
             saved[k] = (put(saved[k][0], residuals[0], lane),)
         return tuple(arrays[: len(arenas)]), tuple(saved)
-
-    def _may_repeat(self, kernel: Kernel) -> bool:
-        return kernel.diverges and not self.saving
-
-    def _like_last(self, k: int, table: Array, lane: Array, width: int) -> Array:
-        """Returns bool[width], which lanes have the operands of the last one, as padding has."""
-        first, shape = self.signature.form.places["operands", k]
-        rows = table[first : first + math.prod(shape)].reshape(shape)
-        rows = jax.lax.dynamic_slice_in_dim(rows, lane, width, 1, allow_negative_indices=False)
-        return (rows == rows[:, -1:]).all(0)
 
     def results(self, k: int) -> list[Write]:
         """Where chunks of kernel k write their results."""

@@ -28,30 +28,16 @@ StandIn = tuple[jax.Array, Sequence[jax.Array]]  # (whether some lane is alive, 
 
 
 def run_lanes(
-    kernel: Kernel,
-    consts: Values,
-    operands: Values,
-    width: int,
-    keep_residuals: bool,
-    like_last: jax.Array | None = None,
+    kernel: Kernel, consts: Values, operands: Values, width: int, keep_residuals: bool
 ) -> tuple[Values, Values]:
     """Returns (results, residuals) of some lanes.
 
     If residuals are not kept, whether a loop was stopped is in their place, where loops have a
-    bound. If it is known which lanes are `like_last`, bool[width], loops run one of them.
+    bound.
     """
-
-    def one_of_some(consts: Values, lane: tuple[Values, jax.Array]) -> tuple[Values, Values]:
-        return kernel.forward_bounded(consts, lane[0], like_last=lane[1])
-
-    run: Callable = kernel.forward_bounded
-    lanes: Any = operands
-    if keep_residuals:
-        run = kernel.reverse.save
-    elif like_last is not None:
-        run, lanes = one_of_some, (operands, like_last)
+    run: Callable = kernel.reverse.save if keep_residuals else kernel.forward_bounded
     with made_in(f"`{kernel.node_type}`"):
-        return jax.vmap(run, in_axes=(None, 0), axis_size=width)(consts, lanes)
+        return jax.vmap(run, in_axes=(None, 0), axis_size=width)(consts, operands)
 
 
 def reverse_lanes(

@@ -150,7 +150,7 @@ def test_few_lanes_do_not_run_in_wide_steps():
 
         return lax.while_loop(lambda c: c[0] < n, body, (jnp.int32(0), jnp.ones(128)))
 
-    n = jnp.full(40, 2, jnp.int32).at[jnp.array([7, 30])].set(35)
+    n = jnp.full(40, 2, jnp.int32).at[jnp.array([7, 30])].set(35).at[-1].set(1)
     steps, x = jax.jit(over_lanes(fn, n, mode="auto"))(n)
     np.testing.assert_array_equal(steps, n)
     np.testing.assert_allclose(x, loop(lambda n: fn(n)[1], n), rtol=1e-6)
