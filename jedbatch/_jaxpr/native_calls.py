@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import ad, batching, mlir
 
 from jedbatch._support import native
 from jedbatch._support.types import Dtype
@@ -109,6 +109,23 @@ def register_lowering(
 
     mlir.register_lowering(primitive, otherwise)
     mlir.register_lowering(primitive, lower_on_cpu, platform="cpu")
+
+
+def register_call(primitive: Primitive, operations: Callable) -> None:
+    """Says all of a primitive of one result and no parameters, but its type.
+
+    Where the compiled core is there, it is a call of the function of the primitive's name; its
+    tangents, and what it is under `vmap`, are those of operations of XLA.
+    """
+
+    def tangents(primals: Any, moving: Any) -> Any:
+        given = map(ad.instantiate_zeros, moving)
+        return primitive.bind(*primals), jax.jvp(operations, primals, tuple(given))[1]
+
+    primitive.def_impl(operations)
+    register_lowering(primitive, primitive.name, operations, dict)
+    ad.primitive_jvps[primitive] = tangents
+    batching.primitive_batchers[primitive] = over_lanes_of(operations)
 
 
 def over_lanes_of(operations: Callable) -> Callable:

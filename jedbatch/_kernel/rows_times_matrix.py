@@ -16,10 +16,9 @@ import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.extend.core import Jaxpr, Primitive, Var
-from jax.interpreters import ad, batching
 
 from jedbatch._jaxpr.interpret import as_call, reads
-from jedbatch._jaxpr.native_calls import over_lanes_of, register_lowering
+from jedbatch._jaxpr.native_calls import register_call
 from jedbatch._jaxpr.versions import Equation
 from jedbatch._support.types import Array
 
@@ -110,35 +109,8 @@ def _type(rows: Any, matrix: Any) -> ShapedArray:
     return ShapedArray((rows.shape[0], matrix.shape[1]), rows.dtype)
 
 
-def _multiply(rows: Array, matrix: Array, summed: tuple[int, int] = (1, 0)) -> Array:
-    dimensions = (((summed[0],), (summed[1],)), ((), ()))
-    return lax.dot_general(rows, matrix, dimensions, precision=lax.Precision.HIGHEST)
+def _multiply(rows: Array, matrix: Array) -> Array:
+    return lax.dot(rows, matrix, precision=lax.Precision.HIGHEST)
 
 
-def _tangents(primals: Any, tangents: Any) -> Any:
-    rows, matrix = primals
-    moving_rows, moving_matrix = tangents
-    parts = []
-    if type(moving_rows) is not ad.Zero:
-        parts.append(times_matrix_p.bind(moving_rows, matrix))
-    if type(moving_matrix) is not ad.Zero:
-        parts.append(times_matrix_p.bind(rows, moving_matrix))
-    return times_matrix_p.bind(rows, matrix), sum(parts[1:], parts[0])
-
-
-def _transpose(cotangent: Any, rows: Any, matrix: Any) -> list[Any]:
-    linear = rows if ad.is_undefined_primal(rows) else matrix
-    if type(cotangent) is ad.Zero:
-        back: Any = ad.Zero(linear.aval)
-    elif linear is rows:
-        back = _multiply(cotangent, matrix, (1, 1))
-    else:
-        back = _multiply(rows, cotangent, (0, 0))
-    return [back, None] if linear is rows else [None, back]
-
-
-times_matrix_p.def_impl(_multiply)
-register_lowering(times_matrix_p, times_matrix_p.name, _multiply, dict)
-ad.primitive_jvps[times_matrix_p] = _tangents
-ad.primitive_transposes[times_matrix_p] = _transpose
-batching.primitive_batchers[times_matrix_p] = over_lanes_of(_multiply)
+register_call(times_matrix_p, _multiply)
