@@ -47,7 +47,6 @@ from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
 from jedbatch._jaxpr.versions import (
     Atom,
     Equation,
-    OpenProgram,
     consts_of,
     scan_parts,
     without_consts,
@@ -100,10 +99,7 @@ class Gates:
           results: variables that something may come back to.
           shared: variables that are not to be copied for each instance.
         """
-        leads: dict[Any, Sources] = {}
-        for k, v in enumerate(results):
-            leads[v] = leads.get(v, NO_SOURCES) | {k}
-        add_leads(equations, leads)
+        leads = find_leads(equations, results, [frozenset([k]) for k in range(len(results))])
         every = frozenset(range(len(results)))
         return Gates(leads, every, with_derived(equations, shared), every)
 
@@ -225,7 +221,8 @@ class Gates:
         """
         jaxpr = without_consts(program)
         of_results = list(map(self.through_one, eqn.outvars))
-        leads = _leads_inside(jaxpr, _leads_of_program(eqn, program, of_results))
+        of_program = _leads_of_program(eqn, program, of_results)
+        leads = find_leads(jaxpr.eqns, jaxpr.outvars, of_program)
         pairs = zip(jaxpr.invars, _constant_operands(eqn, program), strict=False)
         shared = [v for v, operand in pairs if self.is_shared(operand)]
         return Gates(
@@ -262,36 +259,39 @@ def with_derived(equations: Sequence[Equation], shared: Iterable[Any]) -> frozen
     """Returns variables that all instances share, and what follows from these alone."""
     found = set(shared)
     for eqn in equations:
-        operands = reads(eqn)
-        if operands and found.issuperset(operands):
+        if derives(eqn, found):
             found.update(eqn.outvars)
     return frozenset(found)
 
 
-def add_leads(equations: Sequence[Equation], leads: dict[Any, Sources]) -> None:
-    """Adds what equations read to `leads`, the results that depend on each variable."""
-    for eqn in reversed(equations):
-        of_results = [leads.get(v, NO_SOURCES) for v in eqn.outvars]
-        of_operands = _leads_of_operands(eqn, of_results)
-        for v, results in zip(eqn.invars, of_operands, strict=True):
-            if isinstance(v, Var):
-                leads[v] = leads.get(v, NO_SOURCES) | results
+def derives(eqn: Equation, variables: set[Any] | frozenset[Any]) -> bool:
+    """Returns whether an equation reads some variables, and no others."""
+    operands = reads(eqn)
+    return bool(operands) and variables.issuperset(operands)
 
 
-def _leads_inside(jaxpr: OpenProgram, of_results: Sequence[Sources]) -> dict[Any, Sources]:
-    """Returns the leads of the variables of a program, from those of its results."""
+def find_leads(
+    equations: Sequence[Equation], results: Sequence[Any], of_results: Sequence[Sources]
+) -> dict[Any, Sources]:
+    """Returns what each variable leads to, from what results of equations lead to."""
     leads: dict[Any, Sources] = {}
-    for v, results in zip(jaxpr.outvars, of_results, strict=True):
-        if isinstance(v, Var):
-            leads[v] = leads.get(v, NO_SOURCES) | results
-    add_leads(jaxpr.eqns, leads)
+
+    def add(variables: Sequence[Any], several: Sequence[Sources]) -> None:
+        for v, found in zip(variables, several, strict=True):
+            if isinstance(v, Var):
+                leads[v] = leads.get(v, NO_SOURCES) | found
+
+    add(results, of_results)
+    for eqn in reversed(equations):
+        outs = [leads.get(v, NO_SOURCES) for v in eqn.outvars]
+        add(eqn.invars, _leads_of_operands(eqn, outs))
     return leads
 
 
 def _leads_of_arguments(program: Any, of_results: Sequence[Sources]) -> list[Sources]:
     """Returns the leads of the arguments of a program, from those of its results."""
     jaxpr = without_consts(program)
-    leads = _leads_inside(jaxpr, of_results)
+    leads = find_leads(jaxpr.eqns, jaxpr.outvars, of_results)
     return [leads.get(v, NO_SOURCES) for v in jaxpr.invars]
 
 

@@ -33,6 +33,7 @@ from jedbatch._jaxpr.branch_residuals import saving_little
 from jedbatch._jaxpr.configuration import without_mesh
 from jedbatch._jaxpr.divergent import BranchesName, diverges, without_lock_step
 from jedbatch._jaxpr.faults import made_in
+from jedbatch._jaxpr.gates import derives, with_derived
 from jedbatch._jaxpr.interpret import (
     Bindings,
     cares_for_padding,
@@ -137,14 +138,9 @@ class Kernel:
         shared_vars, self.operand_vars = program.invars[:num_shared], program.invars[num_shared:]
         self._outvars: list[Any] = list(program.outvars)
         self.jaxpr = jaxpr = program.replace(outvars=self._outvars[: len(self.results)])
-        before_lanes = {*jaxpr.constvars, *shared_vars}
-        before, self.body = [], []
-        for eqn in jaxpr.eqns:
-            if reads(eqn) and before_lanes.issuperset(reads(eqn)):
-                before.append(eqn)
-                before_lanes.update(eqn.outvars)
-            else:
-                self.body.append(eqn)
+        before_lanes = with_derived(jaxpr.eqns, [*jaxpr.constvars, *shared_vars])
+        before = [eqn for eqn in jaxpr.eqns if derives(eqn, before_lanes)]
+        self.body = [eqn for eqn in jaxpr.eqns if not derives(eqn, before_lanes)]
         read = [v for eqn in self.body for v in reads(eqn)]
         read += [v for v in self._outvars if isinstance(v, Var)]
         self.const_vars = list(dict.fromkeys(v for v in read if v in before_lanes))

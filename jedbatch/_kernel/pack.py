@@ -43,7 +43,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Var
 
-from jedbatch._jaxpr.gates import add_leads, has_finite_derivatives
+from jedbatch._jaxpr.gates import find_leads, has_finite_derivatives
 from jedbatch._jaxpr.interpret import Bindings, reads, run_equation, run_equations
 from jedbatch._jaxpr.versions import Atom, ClosedProgram, Equation, OpenProgram, is_program
 from jedbatch._jaxpr.zeros import NO_SOURCES, Sources
@@ -267,11 +267,8 @@ def _steep(jaxpr: OpenProgram) -> set[Any]:
 
 def _leads_of_columns(jaxpr: OpenProgram, sums: Mapping[Var, Sum], count: int) -> list[Sources]:
     """Returns the results that depend on each column."""
-    leads: dict[Any, Sources] = {}
-    for k, v in enumerate(jaxpr.outvars):
-        if isinstance(v, Var):
-            leads[v] = leads.get(v, NO_SOURCES) | {k}
-    add_leads(jaxpr.eqns, leads)
+    results = [frozenset([k]) for k in range(len(jaxpr.outvars))]
+    leads = find_leads(jaxpr.eqns, jaxpr.outvars, results)
     found = [NO_SOURCES] * count
     for v, (columns, _) in sums.items():
         for c in columns:

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Var
 
+from jedbatch._jaxpr.gates import with_derived
 from jedbatch._jaxpr.interpret import (
     Bindings,
     dependents,
@@ -158,10 +159,7 @@ class CellProgram:
         eqns = [eqn for eqn in closed.jaxpr.eqns if used.intersection(eqn.outvars)]
         self.jaxpr = jaxpr = closed.jaxpr.replace(eqns=eqns)
         self.consts = closed.consts
-        self.shared = {*jaxpr.constvars, *jaxpr.invars[:num_shared]}
-        for eqn in eqns:
-            if reads(eqn) and self.shared.issuperset(reads(eqn)):
-                self.shared.update(eqn.outvars)
+        self.shared = set(with_derived(eqns, [*jaxpr.constvars, *jaxpr.invars[:num_shared]]))
         moving = dependents(jaxpr, jaxpr.invars[num_shared:])
         candidates = (Product.of(eqn, self.shared, moving) for eqn in eqns)
         self.products = {p.result: p for p in candidates if p is not None}
