@@ -87,6 +87,11 @@ def is_cut(eqn: Equation, varies: Sequence[bool], around: int = 0) -> bool:
     return _analysis(eqn, varies, around)[1]
 
 
+def differs_in_length(eqn: Equation, varies: Sequence[bool]) -> bool:
+    """Returns whether a `while` may run longer in one lane than in another; as in `is_cut`."""
+    return _of_while(eqn, varies)[1]
+
+
 def is_nest(eqn: Equation) -> bool:
     """Returns whether an operation is, or contains, a loop in which something is cut.
 
@@ -296,15 +301,10 @@ def _analysis(eqn: Equation, varies: Sequence[bool], around: int) -> tuple[list[
     if name in CALLS:
         return _of_program(eqn.params[CALLS[name]], varies, around)
     if name == "while":
-        num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        of_cond, of_body = varies[:num_cond], varies[num_cond : num_cond + num_body]
-        body = eqn.params["body_jaxpr"]
-        carried, cuts = _of_carry(body, of_body, list(varies[num_cond + num_body :]), [])
-        cond = eqn.params["cond_jaxpr"]
-        (decides, *_), in_cond = _of_program(cond, [*of_cond, *carried], _work_of(body))
-        if not (decides or in_cond or cuts):
+        carried, decides, cuts = _of_while(eqn, varies)
+        if not (decides or cuts):
             return carried, False
-        for i in _moving(without_consts(body), num_body):
+        for i in _moving(without_consts(eqn.params["body_jaxpr"]), eqn.params["body_nconsts"]):
             carried[i] = True
         own = work(eqn)
         return carried, own * LIGHTER > around - own
@@ -328,6 +328,16 @@ def _analysis(eqn: Equation, varies: Sequence[bool], around: int) -> tuple[list[
             carried[i] = True
         return [*carried, *[True] * (len(outs) - num_carried)], True
     return everywhere, False
+
+
+def _of_while(eqn: Equation, varies: Sequence[bool]) -> tuple[list[bool], bool, bool]:
+    """Returns (which carried values differ, whether the condition does, whether there is a cut)."""
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    of_cond, of_body = varies[:num_cond], varies[num_cond : num_cond + num_body]
+    cond, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    carried, in_body = _of_carry(body, of_body, list(varies[num_cond + num_body :]), [])
+    (decides, *_), in_cond = _of_program(cond, [*of_cond, *carried], _work_of(body))
+    return carried, decides, in_cond or in_body
 
 
 def _work_of(program: Any) -> int:

@@ -26,10 +26,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from jedbatch._jaxpr.basic_blocks import is_cut, is_nest
+from jedbatch._jaxpr.basic_blocks import differs_in_length, is_cut, is_nest
 from jedbatch._jaxpr.branches import LaneBranch, apart, apart_with_reverse
 from jedbatch._jaxpr.interpret import reads, shape_of, used_variables, with_programs, work
-from jedbatch._jaxpr.lane_loops import as_function, carries_of_lanes
+from jedbatch._jaxpr.lane_loops import as_function
 from jedbatch._jaxpr.lane_steps import note_form
 from jedbatch._jaxpr.packed_loops import PackableLoop, packs
 from jedbatch._jaxpr.program_counters import LaneRule, pays, run_lanes
@@ -219,7 +219,6 @@ def _rule_of_while(
 ) -> Callable:
     num_cond = eqn.params["cond_nconsts"]
     num_consts = num_cond + eqn.params["body_nconsts"]
-    decides = _what_decides(eqn)
     body_work = sum(map(work, eqn.params["body_jaxpr"].jaxpr.eqns))
     closed = jax.make_jaxpr(functools.partial(eqn.primitive.bind, **eqn.params))(
         *map(shape_of, eqn.invars)
@@ -234,11 +233,12 @@ def _rule_of_while(
         return PackableLoop(alone, num_cond, consts, in_consts)
 
     def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
-        if not any(in_batched[i] for i in decides):
+        if not differs_in_length(eqn, in_batched):
             return _in_lock_step(eqn, in_batched, args)
         every = [True] * len(eqn.outvars)
         loop = packable(size, in_batched[:num_consts], args[:num_consts])
-        start = carries_of_lanes(args[num_consts:], in_batched[num_consts:], size)
+        pairs = zip(args[num_consts:], in_batched[num_consts:], strict=True)
+        start = [x if b else jnp.broadcast_to(x, (size, *jnp.shape(x))) for x, b in pairs]
         if loop is not None and loop.runs_in_kernel(start):
             note_form("loops", LANES, size)
             return loop.run(start, body_work), every
@@ -248,26 +248,6 @@ def _rule_of_while(
         return run_lanes(*given, None, lanes), every
 
     return rule
-
-
-def _what_decides(eqn: Equation) -> set[int]:
-    """Returns the positions of the operands that decide how often a loop runs."""
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    cond, body = eqn.params["cond_jaxpr"].jaxpr, eqn.params["body_jaxpr"].jaxpr
-    in_cond = used_variables(cond)
-    consts = {i for i, v in enumerate(cond.invars[:num_cond]) if v in in_cond}
-    carried = {i for i, v in enumerate(cond.invars[num_cond:]) if v in in_cond}
-    of_body: set[int] = set()
-    while True:
-        before = len(carried) + len(of_body)
-        outs = [body.outvars[i] for i in carried]
-        used = used_variables(body.replace(outvars=outs)) | {v for v in outs if isinstance(v, Var)}
-        of_body |= {i for i, v in enumerate(body.invars[:num_body]) if v in used}
-        carried |= {i for i, v in enumerate(body.invars[num_body:]) if v in used}
-        if len(carried) + len(of_body) == before:
-            break
-    first = num_cond + num_body
-    return consts | {num_cond + i for i in of_body} | {first + i for i in carried}
 
 
 # --- branches ---

@@ -87,22 +87,6 @@ def where_lanes(flags: Array, xs: Sequence[Array], ys: Sequence[Array]) -> list[
     return [jnp.where(flags.reshape(-1, *[1] * (x.ndim - 1)), x, y) for x, y in pairs]
 
 
-def carries_of_lanes(
-    carries: Sequence[Array], in_batched: Sequence[bool], size: int
-) -> list[Array]:
-    """Returns what lanes carry at first, [N, ...] each.
-
-    Args:
-      carries: [N, ...] of lanes, or of all lanes.
-      in_batched: which of them are of lanes.
-      size: N.
-    """
-    return [
-        x if batched else jnp.broadcast_to(x, (size, *jnp.shape(x)))
-        for x, batched in zip(carries, in_batched, strict=True)
-    ]
-
-
 def as_function(closed: Any) -> Callable[..., list[Array]]:
     """Returns a closed program as a function."""
     return lambda *args: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
