@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jedbatch._jaxpr.derivatives import pull_back_some
 from jedbatch._jaxpr.interpret import has_gradient, inlined
 from jedbatch._jaxpr.lane_steps import is_counting, tell
 from jedbatch._jaxpr.program_counters import BRANCH_LANES
@@ -98,15 +99,10 @@ def apart_with_reverse(
             ]
 
             def pulled_back(operands: Sequence[Array], given: Sequence[Array]) -> list[Array]:
-                def of_moving(xs: Sequence[Array]) -> list[Array]:
-                    moved = dict(zip(moving, xs, strict=True))
-                    full = [moved.get(i, x) for i, x in enumerate(operands)]
-                    outs = jax.vmap(branch.run, axes, axis_size=len(lanes))(*full)
-                    return [outs[s] for s in returned]
-
-                _, pull_back = jax.vjp(of_moving, [operands[i] for i in moving])
-                (found,) = pull_back(list(given))
-                return found
+                run = jax.vmap(branch.run, axes, axis_size=len(lanes))
+                of_results: Any = dict(zip(returned, given, strict=True))
+                found = pull_back_some(lambda xs: run(*xs), operands, moving, returned, of_results)
+                return [found[i] for i in moving]
 
             closed = inlined(jax.make_jaxpr(pulled_back)(operands, given))
             place = [every.index(i) for i in moving]

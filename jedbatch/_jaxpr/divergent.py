@@ -277,14 +277,8 @@ def _branch(closed: Any, mode: ControlFlowName, how: BranchesName, lanes: LaneRu
     jaxpr = closed.jaxpr
     used = used_variables(jaxpr)
     read = frozenset(i for i, v in enumerate(jaxpr.invars) if v in used)
-    return LaneBranch(_function(closed, mode, how, lanes), read, sum(map(work, jaxpr.eqns)))
-
-
-def _function(
-    closed: Any, mode: ControlFlowName, branches: BranchesName, lanes: LaneRule
-) -> Callable:
-    """Returns a program of one lane as a function."""
-    return as_function(without_lock_step(closed, mode, branches, lanes))
+    run = as_function(without_lock_step(closed, mode, how, lanes))
+    return LaneBranch(run, read, sum(map(work, jaxpr.eqns)))
 
 
 _RULES = {"while": _rule_of_while, "cond": _rule_of_cond}

@@ -84,7 +84,10 @@ def early_part(closed: ClosedProgram, num_weights: int, late: Collection[int]) -
     equations = [eqn for eqn in jaxpr.eqns if used.intersection(eqn.outvars)]
     early = [eqn for eqn in equations if _is_all(eqn.outvars, varying - waiting)]
     heavy = [eqn for eqn in early if _weight_bytes(eqn, varying)]
-    moved = _with_ancestors(early, _with_descendants(early, heavy))
+    part = jaxpr.replace(eqns=early)
+    after = dependents(part, [v for eqn in heavy for v in eqn.outvars])
+    needed = used_variables(part.replace(outvars=list(after)))
+    moved = [eqn for eqn in early if needed.intersection(eqn.outvars)]
     made = [v for eqn in moved for v in eqn.outvars]
     left = [eqn for eqn in equations if eqn.outvars[0] not in made]
     wanted = {v for eqn in left for v in reads(eqn)}.union(
@@ -207,25 +210,3 @@ def _weight_bytes(eqn: Equation, varying: set[Var]) -> int:
     if eqn.primitive.name != "dot_general":
         return 0
     return sum(_bytes(v) for v in reads(eqn) if v not in varying)
-
-
-def _with_descendants(equations: Sequence[Equation], some: Sequence[Equation]) -> list[Equation]:
-    """Some of a list of equations, and those that depend on them."""
-    made = {v for eqn in some for v in eqn.outvars}
-    found = []
-    for eqn in equations:
-        if made.intersection(eqn.outvars) or made.intersection(reads(eqn)):
-            made.update(eqn.outvars)
-            found.append(eqn)
-    return found
-
-
-def _with_ancestors(equations: Sequence[Equation], some: Sequence[Equation]) -> list[Equation]:
-    """Some of a list of equations, and those that they depend on."""
-    needed = {v for eqn in some for v in (*reads(eqn), *eqn.outvars)}
-    found = []
-    for eqn in reversed(equations):
-        if needed.intersection(eqn.outvars):
-            needed.update(reads(eqn))
-            found.append(eqn)
-    return found[::-1]
