@@ -24,7 +24,7 @@ from jax.experimental import multihost_utils
 from jedbatch import checks
 from jedbatch._export.encoding import from_json, to_json
 from jedbatch._kernel.kernel import Kernel
-from jedbatch._program.alive import Refused
+from jedbatch._program.alive import merged_refused
 from jedbatch._program.fit import lowered_for, reverse_tables, with_instructions_for
 from jedbatch._program.lower import Lowered
 from jedbatch._program.lower_vjp import (
@@ -224,12 +224,6 @@ def merged(several: Sequence[Signature]) -> Signature:
 def merged_reverse(several: Sequence[ReverseSignature]) -> ReverseSignature:
     """Returns the reverse that has room for those of all processes, the same in each."""
     largest = max(several, key=lambda r: r.num_instructions)
-    refused: dict[tuple[int, int], Refused] = {}
-    for x in (x for r in several for x in r.refused):
-        other = refused.get((x.kernel, x.result), x)
-        refused[x.kernel, x.result] = replace(
-            x, leads_to=x.leads_to | other.leads_to, origins=x.origins | other.origins
-        )
     sent = [r.sent for r in several if r.sent is not None]
     return replace(
         largest,
@@ -240,7 +234,7 @@ def merged_reverse(several: Sequence[ReverseSignature]) -> ReverseSignature:
         sums=tuple(map(max, *(r.sums for r in several))),
         sent=tuple(map(max, *sent)) if len(sent) > 1 else sent[0] if sent else None,
         tells=any(r.tells for r in several),
-        refused=tuple(refused[key] for key in sorted(refused)),
+        refused=merged_refused(x for r in several for x in r.refused),
     )
 
 

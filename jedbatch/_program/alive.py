@@ -7,8 +7,8 @@ since nearly everything is alive nearly always.
 """
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -127,6 +127,17 @@ class Refused:
     result: int
     leads_to: int
     origins: int
+
+
+def merged_refused(several: Iterable[Refused]) -> tuple[Refused, ...]:
+    """Returns what is refused in any of several minibatches, each result of a kernel once."""
+    merged: dict[tuple[int, int], Refused] = {}
+    for x in several:
+        other = merged.get((x.kernel, x.result), x)
+        merged[x.kernel, x.result] = replace(
+            x, leads_to=x.leads_to | other.leads_to, origins=x.origins | other.origins
+        )
+    return tuple(merged[key] for key in sorted(merged))
 
 
 def find_refused(

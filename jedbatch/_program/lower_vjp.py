@@ -29,6 +29,7 @@ from jedbatch._program.alive import (
     computes_what_is_read,
     find_leads,
     find_refused,
+    merged_refused,
     origin_of_inputs,
 )
 from jedbatch._program.capacity import Capacity, round_up
@@ -270,14 +271,7 @@ def find_readers(
 
 def with_all_refused(several: Sequence[Readers]) -> list[Readers]:
     """Returns the readers of minibatches for one program, each with what any of them refuses."""
-    merged: dict[tuple[int, int], Refused] = {}
-    for readers in several:
-        for x in readers.refused:
-            other = merged.get((x.kernel, x.result), x)
-            merged[x.kernel, x.result] = replace(
-                x, leads_to=x.leads_to | other.leads_to, origins=x.origins | other.origins
-            )
-    refused = tuple(merged[key] for key in sorted(merged))
+    refused = merged_refused(x for readers in several for x in readers.refused)
     return [replace(readers, refused=refused) for readers in several]
 
 
