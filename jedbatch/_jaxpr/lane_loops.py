@@ -1,6 +1,7 @@
 """A `while_loop` that is mapped over lanes, as functions of constants and carries of some lanes."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -65,9 +66,20 @@ def like_last(arrays: Sequence[Array]) -> Array:
 
     Those have that fill up a chunk. One of them runs, for all.
     """
-    numbers = [jax.random.key_data(x) if is_key(x.dtype) else x for x in arrays]
+    numbers = itertools.chain.from_iterable(map(_bits, arrays))
     flags = [(x == x[-1:]).reshape(len(x), -1).all(1) for x in numbers]
     return functools.reduce(jnp.logical_and, flags)
+
+
+def _bits(x: Array) -> list[Array]:
+    """Returns arrays of whole numbers that are equal where arrays are the same: 0 is not -0."""
+    if is_key(x.dtype):
+        return [jax.random.key_data(x)]
+    if jnp.iscomplexobj(x):
+        return [*_bits(x.real), *_bits(x.imag)]
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return [x]
+    return [jax.lax.bitcast_convert_type(x, f"uint{jnp.finfo(x.dtype).bits}")]
 
 
 def one_of(repeats: Array) -> Array:

@@ -89,6 +89,15 @@ def test_nodes_alike_have_the_results_of_the_one_that_runs():
         np.testing.assert_array_equal(found, np.ones((20, 8)))
 
 
+def test_nodes_with_zeros_of_different_signs_are_not_alike():
+    def invert(x):
+        return lax.while_loop(lambda x: jnp.abs(x) < 1, lambda x: 1 / x, x)
+
+    xs = [np.float32(x) for x in (0.0, -0.0, 0.25, -0.0, 0.0)]
+    found = jedbatch.batch(jedbatch.cell(invert), in_axes=0, control_flow="lanes")(xs)
+    np.testing.assert_array_equal(found, [np.inf, -np.inf, 4, -np.inf, np.inf])
+
+
 @pytest.mark.parametrize("mode", ["auto", "lanes"])
 def test_nodes_alike_may_have_different_tangents(mode):
     def shrink(x):
