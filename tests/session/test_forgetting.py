@@ -9,7 +9,7 @@ import jedbatch
 from jedbatch._session.programs import types_in_use
 
 P = jnp.arange(1.0, 4.0)
-STEPS = [jedbatch.cell(lambda p, x, k=k: x * len(range(k)) + p, name=f"step{k}") for k in range(30)]
+STEPS = [jedbatch.cell(lambda p, x, k=k: sum([p] * k, x + p), name=f"step{k}") for k in range(30)]
 ROW = jedbatch.cell(lambda p, i: p * i, name="row")
 
 

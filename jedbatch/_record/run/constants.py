@@ -30,6 +30,7 @@ from jedbatch._support.types import Array
 FEW_LENGTHS = 4  # of arrays alike that are met before constants are looked for
 FEW_INSTANCES = 3  # of different lengths that make constants arrays of any length
 MOST_TRIED = 64  # instances without such arrays, before nobody looks for them any more
+MOST_IN_VAIN = 4  # instances that cannot be recorded with theirs, before nobody has any
 MOST_TYPES = 4096  # of no account, before they are forgotten
 
 Kind = tuple[tuple[int, ...], Any]  # shape without length, and dtype
@@ -44,36 +45,35 @@ class Constants:
 
     Attributes:
       known: the constants of an instance, by what decides them.
-      are_looked_for: whether instances may have some.
+      are_looked_for: whether instances may have some; None if nobody has looked yet.
     """
 
     def __init__(self, registry: Registry, limit: int):
         self._registry = registry
         self._scratch: Registry | None = None
-        self._num_groups = 0
+        self._in_vain = 0  # instances that could not be recorded since one that could
         self._met: dict[Kind, set[frozenset[int]]] = {}
         self._always: dict[Kind, set[int]] = {}  # lengths that all instances have
         self._left = MOST_TRIED
         self.known: dict[Hashable, list[Array]] = Memory(limit, registry.budget, _bytes_of)
-        self.are_looked_for = False
+        self.are_looked_for: bool | None = None
 
-    def begin(self) -> bool:
-        """Looks for constants from now on if arrays that were met have several lengths.
+    def begin(self) -> None:
+        """Looks for constants from now on; what was recorded is to be recorded again."""
+        self.are_looked_for = True
+        self._registry.assumptions.fail("constants")
 
-        Returns whether it begins, so that what was recorded is to be recorded again.
-        """
-        if self.are_looked_for or not self._left:
-            return False
-        lengths, groups = self._registry.lengths_made, self._registry.groups
-        for how, number, *_ in groups[self._num_groups :]:
-            given = self._registry.value_types[number]
-            if how == "value" and given.shape:
-                lengths.setdefault((given.shape[1:], given.dtype), set()).add(given.shape[0])
-        self._num_groups = len(groups)
-        self.are_looked_for = any(len(found) >= FEW_LENGTHS for found in lengths.values())
-        if self.are_looked_for:
-            self._registry.assumptions.fail("constants")
-        return self.are_looked_for
+    def refuse(self, constants: list[Array]) -> None:
+        """Takes those of an instance for what they are: it cannot be recorded for all lengths."""
+        constants.clear()
+        self._in_vain += 1
+        if self._in_vain > MOST_IN_VAIN:
+            self.leave()
+        self._registry.assumptions.fail("constants")
+
+    def note_recorded(self) -> None:
+        """Notes that instances could be recorded with constants of any length."""
+        self._in_vain = 0
 
     def leave(self) -> None:
         """Takes constants for what they are, for good."""

@@ -675,7 +675,7 @@ class Recorder(Trace):
         for x in out:
             self.computed[id(x)] = x
             if np.ndim(x):
-                self.registry.lengths_made.setdefault((x.shape[1:], x.dtype), set()).add(x.shape[0])
+                self.registry.note_length(x.shape, x.dtype)
         return [self.constants.get(id(x), x) for x in out] if self.constants else out
 
     def _shared_operation(self, key, call, args, tracers) -> list[Leaf]:

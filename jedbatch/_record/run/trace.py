@@ -59,7 +59,7 @@ class Instances(NamedTuple):
     numbers: Sequence[int]
     types: Callable[[int], Any] | None = None
     rows: Sequence[Collection[int]] | None = None
-    constants: Sequence[Sequence[Any]] | None = None
+    constants: Sequence[list[Any]] | None = None
 
     def single(self, place: int) -> "Instances":
         """Returns one of them."""
@@ -159,10 +159,10 @@ def _overflow(
     return None
 
 
-def record_instances(fn, registry, instances, arrange, read, noting, kind=Recorder):
+def record_instances(fn, registry, instances, arrange, read, noting, kind=None):
     """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
     caller = trace_of_caller()
-    recorder = kind(registry, caller, read, noting=noting)
+    recorder = (kind or Recorder)(registry, caller, read, noting=noting)
     registry.slow_calls.clear()
     registry.num_repeated = 0
     end = ending(recorder)

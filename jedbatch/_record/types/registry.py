@@ -10,6 +10,7 @@ import functools
 import gc
 import itertools
 import types
+import typing
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -104,7 +105,7 @@ class Registry:
       num_repeated, line_repeated: operations on shared values that were met, and where one is, if
         they were many.
       constants: results of operations on concrete values.
-      lengths_made: of arrays computed so, by (shape without length, dtype).
+      most_lengths: of arrays that are alike but for these, and none of the instances' own.
       takes_arrays: whether operations on shared values alone may read arrays of an instance.
       assumptions: what is constant, as few variants of it were met.
       number_operands: which numbers that operations hold are operands.
@@ -161,7 +162,8 @@ class Registry:
         self.slow_calls: collections.Counter[tuple[str, str]] = collections.Counter()
         self.constants = memory_of_constants(budget)
         self.takes_arrays = True
-        self.lengths_made: dict[tuple, set[int]] = {}
+        self._lengths: dict[tuple, set[int]] = {}
+        self.most_lengths = 0
         self._ids: dict[Hashable, Any] = {}
         self._value_type_ids: dict[tuple, int] = {}  # by what makes them, for those met before
         self.keys = Keys(budget)
@@ -295,7 +297,19 @@ class Registry:
 
     def group(self, *key: Hashable) -> int:
         """The id of a group of inputs that are read the same way."""
-        return self._intern(self.groups, key)
+        known = len(self.groups)
+        number = self._intern(self.groups, key)
+        if number == known and key[0] == "value":
+            of = self.value_types[typing.cast(int, key[1])]
+            self.note_length(of.shape, of.dtype)
+        return number
+
+    def note_length(self, shape: tuple[int, ...], dtype: Dtype) -> None:
+        """Notes the length of an array that is read, or made of what is no array."""
+        if shape:
+            found = self._lengths.setdefault((shape[1:], dtype), set())
+            found.add(shape[0])
+            self.most_lengths = max(self.most_lengths, len(found))
 
     def call_spec(self, name, key, call, shared, operands, static: str = "") -> CallSpec:
         """Returns how to record nodes that compute `call(shared values, operands)`.

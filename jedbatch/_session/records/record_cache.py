@@ -276,6 +276,13 @@ class RecordCache:
             shown.append(f"an instance is one call that gets the rows of arrays, since {why}")
         return tuple(shown)
 
+    def begin_constants(self) -> None:
+        """Looks for constants of any length from now on; raises `GuardFailed` the first time."""
+        if self.constants.are_looked_for is None:
+            self.constants.begin()
+            self.forget_records()
+            raise GuardFailed
+
     def leave_constants(self, *_: Any) -> NoReturn:
         """Takes constants for what they are, as Python needs values; raises `GuardFailed`."""
         self.constants.leave()

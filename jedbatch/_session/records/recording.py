@@ -43,7 +43,7 @@ from jedbatch._record.instances.key import (
 from jedbatch._record.operations.floats import Floating, without_floats
 from jedbatch._record.operations.sequences import Sequenced
 from jedbatch._record.passes.coalesce import has_cells
-from jedbatch._record.run.constants import constants_made
+from jedbatch._record.run.constants import FEW_LENGTHS, constants_made
 from jedbatch._record.run.rows import of_rows
 from jedbatch._record.run.trace import Instances, trace
 from jedbatch._record.run.units import Unit, Units
@@ -208,16 +208,22 @@ class Recording:
         mine, types = [instances[i] for i in new], [given[i] for i in new]
         to_record = Instances(mine, [arrays[i] for i in new], new)
         if constants:
-            made = [constants.get(i, ()) for i in new]
+            made = [constants.get(i, []) for i in new]
             to_record, read = to_record._replace(constants=made), cache.leave_constants
         with self._with_numbers(cache, mine):
-            graphs, keep, tracers = self._record(
-                cache, to_record, types, [keys[i] for i in new], read
-            )
+            try:
+                graphs, keep, tracers = self._record(
+                    cache, to_record, types, [keys[i] for i in new], read
+                )
+            except Exception:
+                if constants:  # which may be why
+                    cache.leave_constants()
+                raise
         cache.check(revision)
-        if self.key is None and cache.constants.begin():
-            cache.forget_records()
-            raise GuardFailed
+        if constants:
+            cache.constants.note_recorded()
+        elif self.key is None and cache.registry.most_lengths >= FEW_LENGTHS:
+            cache.begin_constants()
         fresh = dict(zip(new, graphs, strict=True))
         for i, k in enumerate(keys):
             if records[i] is None:
@@ -417,6 +423,9 @@ class Recording:
                     alone()  # complains if lengths are not the reason
                 given_up = attempt.given[number]
                 if given_up is not None and cache.lengths.join_equal(given_up, reason):
+                    break
+                if instances.constants and instances.constants[number]:
+                    cache.constants.refuse(instances.constants[number])
                     break
                 cache.lengths.give_up(reason, given_up)
             raise GuardFailed from None
