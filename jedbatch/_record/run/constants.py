@@ -27,7 +27,7 @@ from jedbatch._record.types.registry import Registry
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 
-FEW_LENGTHS = 4  # of arrays alike that are met before constants are looked for
+FEW_LENGTHS = 3  # that are met besides the first before constants are looked for
 FEW_INSTANCES = 3  # of different lengths that make constants arrays of any length
 MOST_TRIED = 64  # instances without such arrays, before nobody looks for them any more
 MOST_IN_VAIN = 4  # instances that cannot be recorded with theirs, before nobody has any

@@ -105,7 +105,8 @@ class Registry:
       num_repeated, line_repeated: operations on shared values that were met, and where one is, if
         they were many.
       constants: results of operations on concrete values.
-      most_lengths: of arrays that are alike but for these, and none of the instances' own.
+      most_lengths: that arrays of one kind, none of the instances' own, had in other instances than
+        the first with such arrays.
       takes_arrays: whether operations on shared values alone may read arrays of an instance.
       assumptions: what is constant, as few variants of it were met.
       number_operands: which numbers that operations hold are operands.
@@ -162,7 +163,9 @@ class Registry:
         self.slow_calls: collections.Counter[tuple[str, str]] = collections.Counter()
         self.constants = memory_of_constants(budget)
         self.takes_arrays = True
-        self._lengths: dict[tuple, set[int]] = {}
+        # By shape without length, and dtype: the instance that had such an array first, and the
+        # lengths of all, and whether other instances had them first.
+        self._lengths: dict[tuple, tuple[int, dict[int, bool]]] = {}
         self.most_lengths = 0
         self._ids: dict[Hashable, Any] = {}
         self._value_type_ids: dict[tuple, int] = {}  # by what makes them, for those met before
@@ -306,10 +309,13 @@ class Registry:
 
     def note_length(self, shape: tuple[int, ...], dtype: Dtype) -> None:
         """Notes the length of an array that is read, or made of what is no array."""
-        if shape:
-            found = self._lengths.setdefault((shape[1:], dtype), set())
-            found.add(shape[0])
-            self.most_lengths = max(self.most_lengths, len(found))
+        if not shape:
+            return
+        number = self.shared_operands.num_instances
+        first, found = self._lengths.setdefault((shape[1:], dtype), (number, {}))
+        if shape[0] not in found:
+            found[shape[0]] = number > first
+            self.most_lengths = max(self.most_lengths, sum(found.values()))
 
     def call_spec(self, name, key, call, shared, operands, static: str = "") -> CallSpec:
         """Returns how to record nodes that compute `call(shared values, operands)`.
