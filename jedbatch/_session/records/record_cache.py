@@ -280,6 +280,7 @@ class RecordCache:
         """Looks for constants of any length from now on; raises `GuardFailed` the first time."""
         if self.constants.are_looked_for is None:
             self.constants.begin()
+            self.calls_of_rows = CallsOfRows(self.calls_of_rows.may_be_made)
             self.forget_records()
             raise GuardFailed
 
