@@ -24,6 +24,7 @@ from jedbatch._jaxpr.interpret import (
     bodies_of,
     has_gradient,
     is_fixed,
+    names_in,
     run_equation,
     run_equations,
     run_with_bodies,
@@ -42,6 +43,10 @@ from jedbatch._support.types import Array
 Sources = frozenset[int]
 NO_SOURCES: Sources = frozenset()
 _ENTERED = REBUILT - {"while"}
+_MOVING = names_in(  # what adds and moves numbers: of zeros it makes zeros
+    "add_any broadcast_in_dim concatenate convert_element_type copy expand_dims neg reduce_sum",
+    "reshape rev slice split squeeze stack transpose unstack",
+)
 
 
 def find_sources(jaxpr: OpenProgram, known_sources: Mapping[Var, Sources]) -> dict[Var, Sources]:
@@ -221,3 +226,20 @@ def sources_of(jaxpr: OpenProgram, cotangents: Sequence[Array]) -> list[Sources]
     """For each result of a backward program the numbers of the cotangents it depends on."""
     sources = find_sources(jaxpr, {v: frozenset([i]) for i, v in enumerate(cotangents)})
     return [sources.get(v, NO_SOURCES) if isinstance(v, Var) else NO_SOURCES for v in jaxpr.outvars]
+
+
+def keeps_zeros(jaxpr: OpenProgram, cotangents: Sequence[Var]) -> list[bool]:
+    """For each result of a backward program whether it is zeros where the cotangents are.
+
+    That is known of sums of them and of pieces of them, which need no guard: nothing that may be
+    infinite meets them.
+    """
+    kept = set(cotangents)
+
+    def is_kept(atom: Any) -> bool:
+        return isinstance(atom, Var) and atom in kept
+
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _MOVING and all(map(is_kept, eqn.invars)):
+            kept.update(eqn.outvars)
+    return list(map(is_kept, jaxpr.outvars))

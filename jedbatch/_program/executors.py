@@ -24,7 +24,7 @@ from jedbatch._jaxpr.configuration import devices_of, finds_faults, is_staging
 from jedbatch._jaxpr.faults import located, made_in
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import row_bytes
-from jedbatch._jaxpr.zeros import guarded, sources_of, where_alive
+from jedbatch._jaxpr.zeros import guarded, keeps_zeros, sources_of, where_alive
 from jedbatch._kernel.target import Target
 from jedbatch._program.arenas import take, zeros
 from jedbatch._program.execute import Backward, Forward, advance, fused_forward, fused_reverse
@@ -250,9 +250,13 @@ def pulled_back(
     sources = sources_of(back.jaxpr, back.jaxpr.invars)
     closed = guarded(back.jaxpr, back.consts, back.jaxpr.invars)
     outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *present, *flags)
+    sums = jax.core.eval_jaxpr(back.jaxpr, back.consts, *present)
+    are_sums = keeps_zeros(back.jaxpr, back.jaxpr.invars)
     of_shared: list[Any] = [None] * len(shared)
-    for i, x, source_ids in zip(moving, outs, sources, strict=True):
-        if source_ids:
+    for i, x, total, is_sum, source_ids in zip(moving, outs, sums, are_sums, sources, strict=True):
+        if is_sum:
+            of_shared[i] = total
+        elif source_ids:
             of_shared[i] = where_alive(jnp.stack([flags[s] for s in sorted(source_ids)]).any(), x)
     return of_shared
 

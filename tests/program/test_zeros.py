@@ -11,6 +11,7 @@ import pytest
 from cases.helpers import assert_close, mostly_slow
 
 import jedbatch
+from jedbatch._jaxpr.zeros import keeps_zeros
 
 PARAMS = {"b": jnp.arange(3.0) + 1, "z": jnp.zeros(3)}
 XS = [np.ones(3, np.float32), np.full(3, 2, np.float32), np.full(3, 0.5, np.float32)]
@@ -295,3 +296,41 @@ def test_a_dead_result_makes_no_new_program():
     step(p, batched.plan(p, [(False, 1.0), (False, 2.0)]))
     step(p, batched.plan(p, [(True, 1.0), (True, 2.0)]))
     assert batched.compilations == before
+
+
+@pytest.mark.parametrize(
+    ("made", "is_guarded"),
+    [(lambda p: (p["b"], p["z"]), False), (lambda p: (jnp.sqrt(p["b"]), p["z"]), True)],
+)
+def test_guards_of_gradients_that_are_sums(made, is_guarded):
+    @jedbatch.cell
+    def weighed(p, x, y):
+        u, v = made(p)
+        return x @ u + y @ v
+
+    shapes = {"b": (3, 2), "z": (3, 2)}
+    params = {name: jnp.arange(6.0).reshape(shape) + 1 for name, shape in shapes.items()}
+    xs = [np.ones(3, np.float32), np.full(3, 2, np.float32)]
+    batched = jedbatch.batch(lambda p, x: weighed(p, x, 2 * x).sum())
+    slope = jax.grad(lambda p, plan: batched.apply(p, plan).sum())
+    plan = batched.plan(params, xs, gradient=True)
+    assert ("reduce_or" in jax.jit(slope).lower(params, plan).compile().as_text()) == is_guarded
+    loop = jax.grad(lambda p: sum((x @ made(p)[0] + 2 * x @ made(p)[1]).sum() for x in xs))
+    assert_close(jax.jit(slope)(params, plan), loop(params), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("back", "expected"),
+    [
+        (lambda g, h, c: (jnp.concatenate([g, h])[1:4], g.sum()), [True, True]),
+        (lambda g, h, c: (g + h + c, -h), [False, True]),
+        (lambda g, h, c: (g * c, jnp.split(h, 3)[1]), [False, True]),
+        (lambda g, h, c: (jnp.pad(g, 1, constant_values=1), c), [False, False]),
+    ],
+)
+def test_sums_and_pieces_keep_zeros(back, expected):
+    shapes = [jax.ShapeDtypeStruct((3,), jnp.float32)] * 3
+    jaxpr = jax.make_jaxpr(back)(*shapes).jaxpr
+    assert keeps_zeros(jaxpr, jaxpr.invars[:2]) == expected
+    found = back(jnp.zeros(3), jnp.zeros(3), jnp.full(3, jnp.inf))
+    assert [not np.any(x) for x in found] == expected
