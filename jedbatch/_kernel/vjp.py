@@ -37,6 +37,7 @@ from jedbatch._jaxpr.interpret import (
     used_variables,
 )
 from jedbatch._jaxpr.storage import Kind, all_from_stored, all_to_stored, stored
+from jedbatch._jaxpr.unknown_numbers import Starts, run_with_starts, unknown_starts
 from jedbatch._jaxpr.versions import Atom, Equation
 from jedbatch._jaxpr.zeros import Sources, guarded, sources_of
 from jedbatch._kernel.residuals import (
@@ -485,18 +486,21 @@ class KernelVjp:
         first = len(self.kernel.results)
         return out[:first], all_to_stored(out[first:], self._saved_types)
 
-    def prepare(self, consts: Sequence[jax.Array]) -> list:
+    def prepare(self, consts: Sequence[jax.Array]) -> tuple[list, Starts]:
         """Computes what `backward` reads and that depends on consts only; once per program."""
-        return jax.core.eval_jaxpr(self._derived, self._forward_consts, *consts)
+        derived = jax.core.eval_jaxpr(self._derived, self._forward_consts, *consts)
+        starts = unknown_starts(self._over_lanes[1]) if self.kernel.in_loops else {}
+        return derived, starts
 
     def backward(
-        self, consts, derived, operands, results, saved, cotangents, alive
+        self, consts, prepared, operands, results, saved, cotangents, alive
     ) -> tuple[list, list]:
         """(cotangents of the operands that have one, rows for the taps) of one lane.
 
         `alive` says of each result whether its cotangent exists, which is zeros if not; what is
         made of no cotangent that exists may be anything.
         """
+        derived, starts = prepared
         found = {
             Source.CONST: consts,
             Source.DERIVED: derived,
@@ -513,7 +517,7 @@ class KernelVjp:
         cotangents_read = [cotangents[s] for s in self.returned]
         flags = [alive[s] for s in self.returned] if self.is_guarded else []
         given = *leaves, *cotangents_read, *flags
-        out = jax.core.eval_jaxpr(self._over_lanes[1], self._backward_consts, *given)
+        out = run_with_starts(self._over_lanes[1], self._backward_consts, given, starts)
         return out[: len(self._moving)], out[len(self._moving) :]
 
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jedbatch._jaxpr.faults import made_in
+from jedbatch._jaxpr.unknown_numbers import Starts
 from jedbatch._jaxpr.zeros import Sources, where_alive
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.vjp import KernelVjp
@@ -43,7 +44,7 @@ def run_lanes(
 def reverse_lanes(
     back: KernelVjp,
     consts: Values,
-    prepared: Values,
+    prepared: tuple[Values, Starts],
     operands: Values,
     results: Values,
     saved: Values,
