@@ -115,7 +115,7 @@ def command_line() -> argparse.ArgumentParser:
             "max_bytes": (1 << 20, "bytes of a request"),
         },
     )
-    add_function(serving)
+    add_function(serving, reads_files=True)
     serving.add_argument("--host", default="127.0.0.1", help="(default %(default)s)")
     serving.add_argument("--port", type=int, default=8000, help="(default %(default)s)")
     serving.add_argument(
@@ -187,11 +187,11 @@ def add_command(
     return parser
 
 
-def add_function(parser: argparse.ArgumentParser) -> None:
+def add_function(parser: argparse.ArgumentParser, *, reads_files: bool = False) -> None:
     """Adds what is said of a function of the user's."""
-    of_files = ""
-    if parser.prog.endswith("serve"):
-        of_files = "; or a file that `jedbatch.serve.save_params` wrote, FILE.npz"
+    of_files = (
+        "; or a file that `jedbatch.serve.save_params` wrote, FILE.npz" if reads_files else ""
+    )
     for option, kind in (
         ("params", "what all instances share"),
         ("instances", "a sequence of instances"),
