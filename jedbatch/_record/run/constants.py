@@ -27,8 +27,8 @@ from jedbatch._record.types.registry import Registry
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 
-FEW_LENGTHS = 3  # that are met besides the first before constants are looked for
-FEW_INSTANCES = 3  # of different lengths that make constants arrays of any length
+OTHER_LENGTHS = 3  # that are met besides the first before constants are looked for
+DIFFERENT_INSTANCES = 3  # of different lengths that make constants arrays of any length
 MOST_TRIED = 64  # instances without such arrays, before nobody looks for them any more
 MOST_IN_VAIN = 4  # instances that cannot be recorded with theirs, before nobody has any
 MOST_TYPES = 4096  # of no account, before they are forgotten
@@ -101,7 +101,7 @@ class Constants:
             for kind, found in lengths.items():
                 self._always[kind] = self._always.get(kind, found) & found
                 met = self._met.setdefault(kind, set())
-                if len(met) < FEW_INSTANCES:
+                if len(met) < DIFFERENT_INSTANCES:
                     met.add(frozenset(found))
         every = [[x for x in own if self._has_any_length(x)] for own in made]
         self._left = MOST_TRIED if any(every) else max(self._left - len(made), 0)
@@ -112,7 +112,7 @@ class Constants:
     def _has_any_length(self, x: Array) -> bool:
         """Returns whether arrays like this differ in length, and not all instances have its own."""
         kind = _kind(x)
-        return len(self._met[kind]) >= FEW_INSTANCES and x.shape[0] not in self._always[kind]
+        return len(self._met[kind]) >= DIFFERENT_INSTANCES and x.shape[0] not in self._always[kind]
 
 
 class Noting(Recorder):
@@ -162,7 +162,7 @@ def constants_made(
 
 
 def _kind(x: Array) -> Kind:
-    return x.shape[1:], np.dtype(x.dtype) if isinstance(x, np.ndarray) else x.dtype
+    return x.shape[1:], x.dtype
 
 
 def _bytes_of(_: Hashable, arrays: list[Array]) -> int:

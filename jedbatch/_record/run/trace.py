@@ -30,12 +30,11 @@ from jedbatch._record.operations.failures import note_instance
 from jedbatch._record.operations.symbols import Value
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.recursion import deeply
-from jedbatch._record.types.registry import Registry
+from jedbatch._record.types.registry import SINGLE, Registry
 from jedbatch._support.guards import until_guards_hold
 from jedbatch._support.native import core
 from jedbatch._support.restored import Restored
 
-SINGLE = jax.tree.structure(0)  # of a result that is an array
 RECORDS_CALLS = True  # see `_support.frames`
 MAX_RECORDINGS = 8  # of a minibatch, to record all in one way; classes made each time prevent it
 
@@ -51,7 +50,7 @@ class Instances(NamedTuple):
         weak) of its arrays; None, or given none, if extents are to be known.
       rows: of each, the arrays that are given as `ArrayRows`; None if none are.
       constants: of each, the last of its arrays, which the function makes itself; None if there are
-        none (see `_record.instances.constants`).
+        none (see `_record.run.constants`).
     """
 
     mapped: Sequence[Sequence[Any]]

@@ -54,7 +54,7 @@ CALL_BYTES = 1 << 12  # of the description of a call, and of what it keeps alive
 MEMO_BYTES = 1 << 9  # of another way of recording, about
 MANY_CLOSURES = 32  # of one cell, or closed-over arrays, before we warn
 MANY_REPEATED = 256  # operations on shared values, recorded again for the instances of a minibatch
-SINGLE = jax.tree.structure(0)
+SINGLE = jax.tree.structure(0)  # of a result that is an array
 MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
 NUMBER_TYPES = (int, float, complex, np.generic)
 

@@ -43,7 +43,7 @@ from jedbatch._record.instances.key import (
 from jedbatch._record.operations.floats import Floating, without_floats
 from jedbatch._record.operations.sequences import Sequenced
 from jedbatch._record.passes.coalesce import has_cells
-from jedbatch._record.run.constants import FEW_LENGTHS, constants_made
+from jedbatch._record.run.constants import OTHER_LENGTHS, constants_made
 from jedbatch._record.run.rows import of_rows
 from jedbatch._record.run.trace import Instances, trace
 from jedbatch._record.run.units import Unit, Units
@@ -222,7 +222,7 @@ class Recording:
         cache.check(revision)
         if constants:
             cache.constants.note_recorded()
-        elif self.key is None and cache.registry.most_lengths >= FEW_LENGTHS:
+        elif self.key is None and cache.registry.most_lengths >= OTHER_LENGTHS:
             cache.begin_constants()
         fresh = dict(zip(new, graphs, strict=True))
         for i, k in enumerate(keys):
