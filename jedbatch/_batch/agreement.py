@@ -37,12 +37,11 @@ from jedbatch._program.lower_vjp import (
 )
 from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
-from jedbatch._session.programs.program_cache import ProgramCache
+from jedbatch._session.programs.program_cache import ProgramCache, Together
 
 MAX_ROUNDS = 16  # in which programs grow until all processes have room
 READY, FAILED, ENDED = range(3)
 WORD = 8  # bytes of a digest that are compared
-Together = tuple[list[Lowered], ReverseSignature | None, list[Any]]
 
 
 def gathered(own: np.ndarray) -> np.ndarray:
@@ -132,9 +131,9 @@ class Agreement:
     def lower(self, shards: Sequence[Placement], leaves: Sequence[Any] | None) -> Together:
         """Returns minibatches for one program, its reverse, and the tables for that.
 
-        All processes get the same program; see `ProgramCache.lower_together`.
+        All processes get the same program; see `ProgramCache.lower`.
         """
-        found = self._programs.lower_together(shards, leaves)
+        found = self._programs.lower(shards, leaves)
         for _ in range(MAX_ROUNDS):
             every = exchanged(to_json(self._named(found)))
             if all(x == every[0] for x in every):
@@ -176,7 +175,8 @@ class Agreement:
             assert found, "a program made of all has no room for one"
             if leaves is None:
                 return found, None, []
-            return found, *self._programs.reverse_together(found, leaves)
+            placed = [x.placed for x in found]
+            return found, *self._programs.reverses(placed, found[0].signature, leaves)
         assert leaves is not None
         reverse = replace(merged_reverse(reverses), forward=found[0].signature)
         return found, *fitted_reverse(found, leaves, reverse)

@@ -93,11 +93,13 @@ class Arranged(NamedTuple):
         records: Sequence[Record],
         form: OutputSpec,
         lowered: Lowered,
-        reverse: tuple[ReverseSignature | None, np.ndarray | None] = (None, None),
+        reverse: ReverseSignature | None = None,
+        reverse_table: np.ndarray | None = None,
     ) -> "Arranged":
         """Returns a minibatch that is lowered."""
         parts = lowered.signature, lowered.placed, lowered.table, lowered
-        return Arranged(records, form, *parts, find_targets(records, lowered.placed), *reverse)
+        targets = find_targets(records, lowered.placed)
+        return Arranged(records, form, *parts, targets, reverse, reverse_table)
 
     @property
     def programs(self) -> list[tuple[Signature, Placement]]:
@@ -149,11 +151,9 @@ def arrange(
         reuse=options.reuse,
     )
     clock.append(time.perf_counter())
-    if flags.gradient:
-        apart = told_apart(placed, form) or None
-        lowered, reverse = programs.lower_both(placed, apart, brought)
-        return Arranged.of(minibatch.records, form, lowered, reverse), clock
-    return Arranged.of(minibatch.records, form, programs.lower(placed, brought)), clock
+    leaves = [told_apart(placed, form) or None] if flags.gradient else None
+    (lowered,), reverse, tables = programs.lower([placed], leaves, brought)
+    return Arranged.of(minibatch.records, form, lowered, reverse, *tables), clock
 
 
 def make_plan(

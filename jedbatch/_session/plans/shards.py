@@ -53,13 +53,13 @@ from jedbatch._session.plans.pipeline import (
     programs_of,
     with_inputs,
 )
-from jedbatch._session.programs.program_cache import ProgramCache
+from jedbatch._session.programs.program_cache import ProgramCache, Together
 from jedbatch._session.records.degenerate import warn_if_degenerate
 from jedbatch._session.session import NO_SECONDS, Flags, Minibatch, graph_of
 from jedbatch._support.types import Array, Leaf
 
 Form = Callable[[Sequence[Record], np.ndarray], Returned]  # see `form_of_results`
-Lower = Callable[[Sequence[Placement], Sequence[Any] | None], Any]  # as `lower_together`
+Lower = Callable[[Sequence[Placement], Sequence[Any] | None], Together]
 
 
 class ArrangedShards(NamedTuple):
@@ -336,21 +336,19 @@ def arrange_shards(
       gradient: whether to plan the reverse too.
     """
     session = minibatch.session
-    lower_together = session.programs.lower_together if lower is None else lower
     num_shards = len(cut.members)
     start = time.perf_counter()
     largest = max(cut.placed, key=lambda placed: sum(placed.lanes))
     shown = session.records.lengths.shown
     warn_if_degenerate(largest.graph, session.registry, session.new_in_a_row, shown)
     leaves = cut.leaves() if gradient else None
-    lowered, reverse, tables = lower_together(cut.placed, leaves)
+    lowered, reverse, tables = (lower or session.programs.lower)(cut.placed, leaves)
     form, routes = find_routes(lowered[0].signature, cut, minibatch.records, form_of, devices)
     seconds = (time.perf_counter() - start) / num_shards
     shards = []
     for s, (own, members) in enumerate(zip(lowered, cut.members, strict=True)):
         records = minibatch.part(members.tolist()).records
-        backwards = reverse, tables[s] if reverse else None
-        shards.append(Arranged.of(records, cut.forms[s], own, backwards))
+        shards.append(Arranged.of(records, cut.forms[s], own, reverse, *tables[s : s + 1]))
     return ArrangedShards(cut.members, shards, form, routes), [[*x, seconds] for x in cut.took]
 
 

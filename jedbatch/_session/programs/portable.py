@@ -176,7 +176,7 @@ class ImportedPrograms(ProgramCache):
             self._kernels[type_id] = found
         return found
 
-    def _make(self, placed: Any, model: Signature | None) -> Signature:
+    def _make(self, *args: Any, **options: Any) -> Signature:
         """Raises an error: programs are made elsewhere."""
         raise NoProgramError
 

@@ -2,7 +2,6 @@
 
 import collections
 import functools
-import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,20 +23,18 @@ from jedbatch._program.capacity import MAX_OVERSIZE, find_or_grow
 from jedbatch._program.device_axis import OnDevices
 from jedbatch._program.executors import Executor
 from jedbatch._program.fit import (
+    by_size,
     fits,
-    lowered_for,
     make_ample_reverse,
     make_ample_signature,
     make_signature,
     resembles,
-    reverse_tables,
 )
 from jedbatch._program.lower import Lowered, lower, narrowed
 from jedbatch._program.lower_vjp import (
     Readers,
     ReverseSignature,
     find_readers,
-    make_reverse_signature,
     reverse_fits,
     reverse_need,
     reverse_table,
@@ -67,6 +64,8 @@ MAX_ROUNDS = 512  # layouts of rounds that are kept
 ROUND_BYTES = 1 << 15  # of one, about, besides its nodes
 MAX_PROGRAMS = 64  # compiled for one structure of shared arguments
 MAX_ROW_CAPACITIES = 16  # for the calls of a region
+# Minibatches for one program, its reverse if there is one, and the table of each for that.
+Together = tuple[list[Lowered], ReverseSignature | None, list[np.ndarray]]
 RowCapacities = dict[tuple[Region, bool], list[RowCapacity]]  # with a reverse, or without one
 
 
@@ -205,25 +204,51 @@ class ProgramCache:
         static = Static(self, *parts)
         return self._statics.setdefault(static, static)
 
-    def lower(self, placed: Placement, brought: Collection[Hashable] | None = None) -> Lowered:
-        """A minibatch for a program in use if it fits one, or for a new one.
+    def lower(
+        self,
+        minibatches: Sequence[Placement],
+        leaves: Sequence[Any] | None = None,
+        brought: Collection[Hashable] | None = None,
+    ) -> Together:
+        """Returns minibatches for one program, its reverse, and the tables for that.
 
-        A program is used, or grown, only if what it reads from outside is `brought`.
+        That is a program in use, with a reverse in use, if they fit one, or else a new one. Of
+        several programs, the smallest may have no reverse with room where a larger one has.
+
+        Args:
+          minibatches: which agree in what they return and whether results share rows.
+          leaves: of each (see `find_readers`); None if there need be no reverse.
+          brought: names of what is there to be read from outside (see `SharedValue`); None if a
+            program may be used, or grown, whatever it reads.
         """
-        usable = self._usable(placed, brought)
-        lowered = find_or_grow(
-            self._signatures,
-            fitting=self._fitting(placed, usable),
-            similar=(s for s in reversed(usable) if resembles(placed, s)),
-            make=functools.partial(self._make, placed),
-            use=functools.partial(lower, placed),
-        )
-        self.note_used(lowered.signature, placed.kernels)
-        return lowered
+        present = _kernels_of(minibatches)
+        usable = self._usable(present, brought)
+        found: list[Lowered] = []
+        reverse: ReverseSignature | None = None
+        tables: list[np.ndarray] = []
+        for signature in self._fitting(minibatches, usable):
+            several = _lowered(minibatches, signature)
+            if several and leaves is not None:
+                own = [x.placed for x in several]
+                reverse, tables = self.reverses(own, signature, leaves, grows=False)
+            found = several if reverse is not None or not found else found
+            if found and (leaves is None or reverse is not None):
+                break
+        if not found:
+            signature = self._make(minibatches, usable, ample=len(minibatches) > 1)
+            if signature not in self._signatures:
+                self._signatures.append(signature)
+            found = _lowered(minibatches, signature)
+            assert found
+        signature = found[0].signature
+        self.note_used(signature, present)
+        if leaves is not None and reverse is None:
+            reverse, tables = self.reverses([x.placed for x in found], signature, leaves)
+        return found, reverse, tables
 
     def fitting(self, placed: Placement) -> Signature | None:
         """Returns the program in use that a minibatch is lowered for; None if it fits none."""
-        return next(self._fitting(placed, self._usable(placed)), None)
+        return next(self._fitting([placed], self._usable(placed.kernels)), None)
 
     def use_again(self, signature: Signature, placed: Placement) -> bool:
         """Returns whether the program of a minibatch is still there, and notes that it is used."""
@@ -237,30 +262,42 @@ class ProgramCache:
         self._types.note_used(kernels)
         self._use(signature)
 
-    def _make(self, placed: Placement, model: Signature | None) -> Signature:
-        """Returns a new program for a minibatch, grown from another one."""
-        before = model.kernels if model is not None else ()
-        forgotten = self._types.to_forget(before, set(placed.kernels))
-        self._types.note_made(placed.kernels)
-        return make_signature(placed, model, forgotten)
+    def _make(
+        self, minibatches: Sequence[Placement], usable: Sequence[Signature], ample: bool
+    ) -> Signature:
+        """Returns a new program for minibatches, grown from the last one in use like it.
+
+        With `ample` room for others like these it may be that one.
+        """
+        largest, *_ = by_size(minibatches)
+        model = next((s for s in reversed(usable) if resembles(largest, s)), None)
+        present = _kernels_of(minibatches)
+        forgotten = self._types.to_forget(model.kernels if model else (), present)
+        self._types.note_made(present)
+        if ample:
+            return make_ample_signature(minibatches, model, forgotten)
+        return make_signature(largest, model, forgotten)
 
     def _usable(
-        self, placed: Placement, brought: Collection[Hashable] | None = None
+        self, kernels: Collection[Kernel], brought: Collection[Hashable] | None = None
     ) -> list[Signature]:
-        """Returns programs in use which read nothing that is not there."""
+        """Returns programs in use which read nothing that is not there (see `can_read`)."""
         usable = [s for s in self._signatures if brought is None or self._reads(s) <= set(brought)]
-        return [s for s in usable if self.can_read(s, placed.kernels)]
+        return [s for s in usable if self.can_read(s, kernels)]
 
-    def _fitting(self, placed: Placement, usable: Sequence[Signature]) -> Iterator[Signature]:
-        """Yields the programs that a minibatch fits: reserved ones, then those for as many results.
+    def _fitting(
+        self, minibatches: Sequence[Placement], usable: Sequence[Signature]
+    ) -> Iterator[Signature]:
+        """Yields the programs that minibatches fit: reserved ones, those for as many results.
 
-        Of others the smallest comes first.
+        Of others the smallest comes first. None is much too large for the largest minibatch.
         """
-        equal = {s for s in usable if placed.stacked and placed.returned == s.returned}
+        largest, *others = by_size(minibatches)
+        equal = {s for s in usable if largest.stacked and largest.returned == s.returned}
         order = lambda s: (s not in self._reserved, s not in equal, sum(s.lanes))  # noqa: E731
         for s in sorted(usable, key=order):
-            reserved = s in self._reserved and s in equal
-            if fits(placed, s, math.inf if reserved else MAX_OVERSIZE):
+            most = math.inf if s in self._reserved and s in equal else MAX_OVERSIZE
+            if fits(largest, s, most) and all(fits(placed, s, math.inf) for placed in others):
                 yield s
 
     def reserve(
@@ -275,13 +312,7 @@ class ProgramCache:
           leaves: None if there need be no program for the reverse; else those of each minibatch,
             see `find_readers`, or nothing where results are not told apart.
         """
-        first = max(minibatches, key=lambda placed: sum(placed.lanes))
-        usable = self._usable(first)
-        similar = (s for s in reversed(usable) if resembles(first, s))
-        model = next(similar, None)
-        present = {kernel for placed in minibatches for kernel in placed.kernels}
-        forgotten = self._types.to_forget(model.kernels if model else (), present)
-        signature = make_ample_signature(minibatches, model, forgotten)
+        signature = self._make(minibatches, self._usable(_kernels_of(minibatches)), ample=True)
         self._types.note_used(signature.kernels)
         self._types.note_made(signature.kernels, times=2)  # so that they stay
         self.adopt(signature)
@@ -312,79 +343,6 @@ class ProgramCache:
                 made.append(make_row_capacity(calls, target, model))
         capacities += [c for c in made if c not in capacities]
 
-    def lower_both(
-        self, placed: Placement, leaves: Any, brought: Collection[Hashable] | None = None
-    ) -> tuple[Lowered, tuple[ReverseSignature, Any]]:
-        """Returns a minibatch for a program, and for its reverse: for a pair in use if it fits one.
-
-        Of several programs, the smallest may have no reverse with room where a larger one has.
-        `leaves` as in `reverse`.
-        """
-        lowered = self.lower(placed, brought)
-        others = (
-            s
-            for s in self._fitting(placed, self._usable(placed, brought))
-            if s is not lowered.signature and any(r.forward == s for r in self._reverses)
-        )
-        for signature in itertools.chain([lowered.signature], others):
-            own = signature is lowered.signature
-            found = lowered if own else lower(placed, signature)
-            if found is None:
-                continue
-            readers, fitting, _ = self._reverses_of(found.placed, signature, leaves)
-            reverse = next(fitting, None)
-            if reverse is not None:
-                self._use(signature)
-                return found, (reverse, reverse_table(found.placed, readers, reverse))
-        return lowered, self.reverse(lowered.placed, lowered.signature, leaves)
-
-    def lower_together(
-        self, shards: Sequence[Placement], leaves: Sequence[Any] | None
-    ) -> tuple[list[Lowered], ReverseSignature | None, list[Any]]:
-        """Returns minibatches for one program, its reverse, and the tables for that.
-
-        They agree in what they return and whether results share rows. `leaves` are those of each,
-        as in `reverse`, or None if there need be no reverse.
-        """
-        largest = max(shards, key=lambda placed: sum(placed.lanes))
-        present = {kernel for placed in shards for kernel in placed.kernels}
-        usable = [s for s in self._usable(largest) if self.can_read(s, present)]
-        found: list[Lowered] = []
-        for signature in self._fitting(largest, usable):
-            several = lowered_for(shards, signature)
-            if several and leaves is None:
-                self.note_used(signature, list(present))
-                return several, None, []
-            if several:
-                readers, fitting = self._reverses_of_all(several, leaves)
-                reverse = next(fitting, None)
-                if reverse is not None:
-                    self.note_used(signature, list(present))
-                    return several, reverse, reverse_tables(several, readers, reverse)
-                found = found or several
-        if not found:
-            similar = (s for s in reversed(usable) if resembles(largest, s))
-            model = next(similar, None)
-            forgotten = self._types.to_forget(model.kernels if model else (), present)
-            signature = make_ample_signature(shards, model, forgotten)
-            if signature not in self._signatures:
-                self._signatures.append(signature)
-            self._types.note_made(list(present))
-            found = lowered_for(shards, signature)
-            assert found
-        self.note_used(found[0].signature, list(present))
-        if leaves is None:
-            return found, None, []
-        return found, *self.reverse_together(found, leaves)
-
-    def reverse_together(
-        self, shards: Sequence[Lowered], leaves: Sequence[Any]
-    ) -> tuple[ReverseSignature, list[Any]]:
-        """Returns the reverse of the program of minibatches, and their tables for it."""
-        readers, fitting = self._reverses_of_all(shards, leaves)
-        reverse = next(fitting, None) or self._make_reverse_of_all(shards, readers)
-        return reverse, reverse_tables(shards, readers, reverse)
-
     def adopt(self, signature: Signature, reverse: ReverseSignature | None = None) -> None:
         """Keeps a program made elsewhere, to be used before others, and perhaps its reverse."""
         if signature not in self._signatures:
@@ -394,80 +352,65 @@ class ProgramCache:
         if reverse is not None and reverse not in self._reverses:
             self._reverses.append(reverse)
 
-    def _reverses_of_all(
-        self, shards: Sequence[Lowered], leaves: Any
-    ) -> tuple[list[Readers], Iterator[ReverseSignature]]:
-        """(readers of values of minibatches for a program, reverses that all of them fit)."""
-        forward = shards[0].signature
-        tells = leaves[0] is not None
-        programs = [s for s in self._reverses if s.forward == forward and s.tells == tells]
-        shares = programs[-1].sent is not None if programs else None
-        by_size = sorted(range(len(shards)), key=lambda i: -sum(shards[i].placed.lanes))
-        found: dict[int, Readers] = {}
-        for i in by_size:
-            found[i] = find_readers(shards[i].placed, forward, leaves[i], None, shares)
-            shares = found[i].sent is not None
-        readers = with_all_refused([found[i] for i in range(len(shards))])
-        needs = [
-            reverse_need(x.placed, own, forward) for x, own in zip(shards, readers, strict=True)
-        ]
-        pairs = list(zip(needs, readers, strict=True))
-        return readers, (s for s in programs if all(reverse_fits(*pair, s) for pair in pairs))
-
-    def _make_reverse_of_all(
-        self, shards: Sequence[Lowered], readers: Sequence[Readers]
-    ) -> ReverseSignature:
-        """Returns a new reverse program for minibatches, grown from another one."""
-        forward = shards[0].signature
-        own = {id(x.placed): r for x, r in zip(shards, readers, strict=True)}
-        kin = (forward.kernels, forward.arenas, readers[0].leads_to is not None)
-        similar = [
-            s for s in self._reverses if (s.forward.kernels, s.forward.arenas, s.tells) == kin
-        ]
-        reverse = make_ample_reverse(
-            [x.placed for x in shards],
-            lambda placed, _: own[id(placed)],
-            forward,
-            similar[-1] if similar else None,
-        )
-        self._reverses.append(reverse)
-        return reverse
-
     def reverse(
-        self, placed: Placement, forward: Signature, leaves: Any = None, wanted: Any = None
-    ) -> tuple[ReverseSignature, Any]:
-        """Returns the reverse signature of a minibatch and its table; see `find_readers`."""
-        readers, fitting, similar = self._reverses_of(placed, forward, leaves, wanted)
-        return find_or_grow(
-            self._reverses,
-            fitting=fitting,
-            similar=similar,
-            make=functools.partial(self._make_reverse, placed, readers, forward),
-            use=lambda signature: (signature, reverse_table(placed, readers, signature)),
-        )
+        self, placed: Placement, forward: Signature, wanted: Any = None
+    ) -> tuple[ReverseSignature, np.ndarray]:
+        """Returns the reverse of the program of a minibatch and its table; see `find_readers`."""
+        reverse, (table,) = self.reverses([placed], forward, [None], wanted)
+        assert reverse is not None
+        return reverse, table
+
+    def reverses(
+        self,
+        minibatches: Sequence[Placement],
+        forward: Signature,
+        leaves: Sequence[Any],
+        wanted: Any = None,
+        *,
+        grows: bool = True,
+    ) -> tuple[ReverseSignature | None, list[np.ndarray]]:
+        """Returns the reverse of the program of minibatches, and the table of each.
+
+        Args:
+          minibatches: narrowed for the program.
+          forward: the program.
+          leaves: of each minibatch (see `find_readers`).
+          wanted: of any of them.
+          grows: whether to make a new one if they fit none in use; otherwise there may be none.
+        """
+        programs = [s for s in self._reverses if s.forward == forward]
+        if not programs and not grows:
+            return None, []
+        shares = programs[-1].sent is not None if programs else None
+        found: dict[int, Readers] = {}
+        for placed, own in sorted(
+            zip(minibatches, leaves, strict=True), key=lambda x: -sum(x[0].lanes)
+        ):
+            found[id(placed)] = find_readers(placed, forward, own, wanted, shares)
+            shares = found[id(placed)].sent is not None
+        readers = with_all_refused([found[id(placed)] for placed in minibatches])
+        pairs = list(zip(minibatches, readers, strict=True))
+        needs = [(reverse_need(*pair, forward), pair[1]) for pair in pairs]
+        fitting = (s for s in programs if all(reverse_fits(*need, s) for need in needs))
+        reverse = next(fitting, None)
+        if reverse is None and not grows:
+            return None, []
+        if reverse is None:
+            reverse = self._make_reverse(minibatches, readers, forward)
+            self._reverses.append(reverse)
+        return reverse, [reverse_table(*pair, reverse) for pair in pairs]
 
     def _make_reverse(
-        self,
-        placed: Placement,
-        readers: Readers,
-        forward: Signature,
-        model: ReverseSignature | None,
+        self, minibatches: Sequence[Placement], readers: Sequence[Readers], forward: Signature
     ) -> ReverseSignature:
-        """Returns a new reverse program for a minibatch, grown from another one."""
-        return make_reverse_signature(placed, readers, forward, model)
-
-    def _reverses_of(
-        self, placed: Placement, forward: Signature, leaves: Any, wanted: Any = None
-    ) -> tuple[Readers, Iterator[ReverseSignature], Iterator[ReverseSignature]]:
-        """(readers of values of a minibatch, reverses in use that it fits, and similar ones)."""
-        programs = [s for s in self._reverses if s.forward == forward]
-        kin = (forward.kernels, forward.arenas)
+        """Returns a new reverse program for minibatches, grown from the last one like it."""
+        kin = forward.kernels, forward.arenas
         similar = [s for s in self._reverses if (s.forward.kernels, s.forward.arenas) == kin]
-        shares = programs[-1].sent is not None if programs else None
-        readers = find_readers(placed, forward, leaves, wanted, shares)
-        need = reverse_need(placed, readers, forward)
-        fitting = (s for s in programs if reverse_fits(need, readers, s))
-        return readers, fitting, reversed(similar)
+        own = dict(zip(map(id, minibatches), readers, strict=True))
+        readers_of = lambda placed, _: own[id(placed)]  # noqa: E731
+        return make_ample_reverse(
+            minibatches, readers_of, forward, similar[-1] if similar else None
+        )
 
     def stage(self, calls: RegionCalls, keeps: bool) -> Stage:
         """Returns the stage that calls of a region are compiled for, with a reverse or without."""
@@ -595,6 +538,17 @@ class ProgramCache:
     def _reads(self, signature: Signature) -> set[Hashable]:
         """Names of the values from outside that a program reads."""
         return {self.registry.shared[index].tracer for index in self.program(signature)[1]} - {None}
+
+
+def _kernels_of(minibatches: Sequence[Placement]) -> list[Kernel]:
+    """Returns the kernels of minibatches, each once."""
+    return list(dict.fromkeys(kernel for placed in minibatches for kernel in placed.kernels))
+
+
+def _lowered(minibatches: Sequence[Placement], signature: Signature) -> list[Lowered]:
+    """Returns minibatches for a program that they fit; none if one has no room in its table."""
+    several = [lower(placed, signature) for placed in minibatches]
+    return [x for x in several if x is not None] if None not in several else []
 
 
 def _bytes_of_round(key: tuple, _: Placement | RoundTemplate | None) -> int:
