@@ -3,7 +3,6 @@
 Instances take turns; each records until it needs a value, and goes on when a round has computed it.
 """
 
-import bisect
 import functools
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -121,8 +120,6 @@ class Attempt:
         self._ran: RanAhead | None = None  # in the latest round
         self._scripts: dict[int, Script] = {}  # of fibres, by what ran ahead
         self._script: Script | None = None  # of the fibre whose turn it is
-        self._begun: list[Script] = []  # in order
-        self._first_values: list[int] = []  # of these
         self._tails: list[list[int]] = []  # of turns since (see `Recorded`)
         parked = session.of_thread.__dict__.setdefault("greenlets", [])
         self._fibers = Fibers(self._record, 0, parked)
@@ -178,7 +175,7 @@ class Attempt:
         script = self._script
         if script is not None and type(symbol) is Value and recording.recorder is recorder:
             key = symbol.index
-            value = None if key == script.next_read else self._known_value(key)
+            value = self._known.get(key)
             if value is None and key >= 0:
                 fiber = self._fibers.fiber
                 same = self._steps.follow(fiber, key)
@@ -187,6 +184,7 @@ class Attempt:
                     self._is_same[fiber] = same
                     self._script = None
                 else:
+                    self._known[key] = value
                     self._count_wait(foreseen=True)
             if value is not None:
                 return value
@@ -215,7 +213,7 @@ class Attempt:
                 if len(recorder.tracers) > self._num_tracers:
                     self._fibers.wait(None)  # for a start with all of them
                 known[key] = self._shared_value(key)
-        elif self._known_value(key) is None:
+        elif key not in known:
             if key < 0:
                 known[key] = self._input_value(-1 - key)
             else:
@@ -227,11 +225,7 @@ class Attempt:
                 self._fibers.wait(key)
                 recorder.turn_to(instance)
                 self._go_on(fiber)
-        if key in known:
-            return known[key]
-        value = self._known_value(key)
-        assert value is not None
-        return value
+        return known[key]
 
     def _leave(self, symbol: Symbol, what: str) -> None:
         """Raises `SymbolicValueError` if a value loses its gradient as it leaves JAX, by `what`."""
@@ -240,22 +234,12 @@ class Attempt:
         if self._moving.has(symbol, self._fibers.current):
             raise SymbolicValueError(lost_gradient(what, symbol.aval))
 
-    def _known_value(self, key: int) -> np.ndarray | None:
-        """The value of a result or an input that was read; None if it was not."""
-        value = self._known.get(key)
-        if value is None and key >= 0:
-            place = bisect.bisect_right(self._first_values, key) - 1
-            value = self._begun[place].value(key) if place >= 0 else None
-        return value
-
     def _go_on(self, fiber: int) -> None:
         """Notes that a fibre goes on, after others have recorded."""
         self._steps.begin(fiber)
         script = self._scripts.get(fiber)
         if script is not None:
             script.begin(self._steps.table[fiber])
-            self._begun.append(script)
-            self._first_values.append(script.first_value)
         self._script = script
 
     def _count_wait(self, foreseen: bool = False) -> None:
@@ -359,7 +343,7 @@ class Attempt:
         if not same and (steps[:, BEFORE] < 0).any():
             return None
         most = functools.partial(self._depths.most, fibers=fibers)
-        return Ahead(steps, same, self._known_value, most)
+        return Ahead(steps, same, self._known.get, most)
 
     def _note_turn(self, instance: int) -> None:
         """Notes what an instance has recorded that was not foreseen."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jedbatch._control_flow.steps import COUNTS, INPUTS, NOW, READ, VALUES
+from jedbatch._control_flow.steps import COUNTS, INPUTS, NOW
 
 NUMBERS = (bool, int, float)
 STAYS, WAS_READ, COUNTS_ON = range(3)  # how a number is foreseen
@@ -48,7 +48,6 @@ class Script:
     Attributes:
       begins: int64[4], the sizes of the recording when the instance went on.
       done: how many steps it took as foreseen.
-      next_read: the number of the value that the next step asks for, if it is as foreseen.
     """
 
     def __init__(
@@ -66,9 +65,9 @@ class Script:
           bound: below which numbers have to be, and not negative, to be foreseen; or None.
           inputs: the values of all inputs that are recorded.
         """
-        self.done = self.next_read = 0
+        self.done = 0
         self.begins = np.zeros(4, np.int64)
-        self._first_input = self._num_inputs = self._num_values = 0
+        self._first_input = self._num_inputs = 0
         self._values = values
         self._numbers = numbers
         self._bound = bound
@@ -77,30 +76,15 @@ class Script:
     def begin(self, step: np.ndarray) -> None:
         """Notes that the instance goes on, given int64[17], its step (see `Steps`)."""
         self.begins = step[NOW].copy()
-        counts = step[COUNTS].tolist()  # which other steps will change
-        self._num_inputs, self._num_values = counts[INPUTS], counts[VALUES]
+        self._num_inputs = int(step[COUNTS][INPUTS])  # which other steps will change
         self._first_input = int(self.begins[INPUTS])
-        self.next_read = int(self.begins[VALUES] + step[READ])
-
-    @property
-    def first_value(self) -> int:
-        """The number of the first value that was recorded when it began."""
-        return int(self.begins[VALUES])
 
     def next_value(self) -> np.ndarray | None:
         """Returns the value at the end of a step like the one before; None if it is not there."""
         if self.done + 1 == len(self._values) or (self._numbers and not self._has_numbers()):
             return None
         self.done += 1
-        self.next_read += self._num_values
         return self._values[self.done, ...]
-
-    def value(self, key: int) -> np.ndarray | None:
-        """Returns the value of that number if it was read; None if not."""
-        back, rest = divmod(self.next_read - key, self._num_values)
-        return (
-            self._values[1 + self.done - back, ...] if not rest and 0 < back <= self.done else None
-        )
 
     def _has_numbers(self) -> bool:
         """Returns whether the numbers of the step that ends are those foreseen."""
