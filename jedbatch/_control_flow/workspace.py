@@ -340,17 +340,17 @@ class Workspace:
         signature, graph = self.signature, self.graph
         assert signature is not None
 
-        def nodes_of(t: int) -> np.ndarray:
+        def reads(t: int, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             graph.take_up()  # which has not been done if the round was like one before
-            return nodes[graph.node_type.array[nodes] == t]
+            mine = nodes[graph.node_type.array[nodes] == t]
+            read = graph.operand.array[graph.operand_ptr.array[mine] + k]
+            return mine, read, graph.input_row.array
 
         check_look_ups(
             self.recorder.registry,
             type_ids,
-            nodes_of,
-            lambda mine, k: graph.operand.array[graph.operand_ptr.array[mine] + k],
             lambda kind: self._buffer(kind, signature.input_rooms[kind]),
-            graph.input_row.array,
+            reads,
             lambda node: int(graph.node_owner.array[node]),
         )
 

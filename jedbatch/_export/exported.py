@@ -2,6 +2,7 @@
 
 import functools
 import os
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -260,7 +261,7 @@ class Exported:
             reverse = reverse if reverse.refused == refused else replace(reverse, refused=refused)
         wholes = [Record(graph, i, None, ()) for i in range(count)]
         inputs = assemble(found.signature.input_rooms, wholes, [()] * count)
-        check_rows(_TableRows(variant.kernels), graph, placed, inputs)  # type: ignore[arg-type]
+        check_rows(_looked_up(variant.kernels), placed.type_ids, inputs, lambda: placed)
         static = ExportedStatic(self, variant.signature, reverse, form, gradient, (), None, count)
         return Plan(static, found.table, table, inputs, host=Host(found, {}, count))
 
@@ -449,15 +450,15 @@ class Exported:
     __repr__ = __str__
 
 
-class _TableRows:
-    """The tables whose rows operands name, as `check_rows` asks a `Registry` for them."""
-
-    def __init__(self, kernels: Sequence[Any]):
-        self.node_types = [kernel.node_type for kernel in kernels]
-        self.table_rows = {
-            t: tuple((k, n, stored(x.operands[k])) for k, n in x.table_rows)
+def _looked_up(kernels: Sequence[KernelSpec]) -> Any:
+    """Returns the tables whose rows operands name, as `check_rows` asks a `Registry` for them."""
+    return types.SimpleNamespace(
+        node_types=[kernel.node_type for kernel in kernels],
+        table_rows={
+            t: tuple((k, n, stored(x.node_type.operands[k])) for k, n in x.table_rows)
             for t, x in enumerate(kernels)
-        }
+        },
+    )
 
 
 def member_name(number: int, kind: str, name: str) -> str:

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 from jax.extend.core import Literal, Var
 
-from jedbatch._graph.graph import Graph
 from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._jaxpr.versions import Equation
@@ -103,43 +102,39 @@ def _looked_up(eqn: Equation, read: Sequence[State | None]) -> dict[int, int]:
 
 def check_rows(
     registry: Registry,
-    graph: Graph,
-    placed: Placement,
+    type_ids: Iterable[int],
     inputs: Mapping[str, np.ndarray | Any],
+    placed_of: Callable[[], Placement],
     numbers: Sequence[int] | None = None,
 ) -> None:
     """Raises an `IndexError` if a number of an instance names a row that is not there.
 
     Args:
       registry: of the node types.
-      graph: what is planned.
-      placed: has the row of every input in its arena, `input_row`.
+      type_ids: of the nodes of a minibatch.
       inputs: the rows, by the name of their arena; tracers are not looked at.
+      placed_of: returns the minibatch, which is looked at if some number may name no row.
       numbers: of the instances, for messages; None if they count from 0.
     """
 
+    def reads(t: int, k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        placed = placed_of()
+        graph = placed.graph
+        nodes = np.flatnonzero(graph.node_type == t)
+        return nodes, graph.operand[graph.operand_ptr[nodes] + k], placed.input_row
+
     def instance_of(node: int) -> int:
-        i = int(np.searchsorted(graph.node_ptr, node, "right")) - 1
+        i = int(np.searchsorted(placed_of().graph.node_ptr, node, "right")) - 1
         return i if numbers is None else int(numbers[i])
 
-    check_look_ups(
-        registry,
-        placed.type_ids,
-        lambda t: np.flatnonzero(graph.node_type == t),
-        lambda nodes, k: graph.operand[graph.operand_ptr[nodes] + k],
-        lambda kind: inputs.get(input_name(kind)),
-        placed.input_row,
-        instance_of,
-    )
+    check_look_ups(registry, type_ids, lambda x: inputs.get(input_name(x)), reads, instance_of)
 
 
 def check_look_ups(
     registry: Registry,
     type_ids: Iterable[int],
-    nodes_of: Callable[[int], np.ndarray],
-    operands: Callable[[np.ndarray, int], np.ndarray],
     rows_of: Callable[[Kind], Any],
-    input_row: np.ndarray,
+    reads: Callable[[int, int], tuple[np.ndarray, np.ndarray, np.ndarray]],
     instance_of: Callable[[int], int],
 ) -> None:
     """Does the same as `check_rows` for nodes that are kept in any way.
@@ -147,10 +142,9 @@ def check_look_ups(
     Args:
       registry: of the node types.
       type_ids: of the nodes.
-      nodes_of: the nodes of a type.
-      operands: what nodes read as their k-th operand; inputs are negative.
       rows_of: the rows of the arena of a kind of value.
-      input_row: the row of every input.
+      reads: of a type and an operand, (the nodes, what they read as that, the row of every input);
+        what is an input is negative.
       instance_of: the instance of a node.
     """
     for t in type_ids:
@@ -158,8 +152,7 @@ def check_look_ups(
             rows = rows_of(kind)
             if not (type(rows) is np.ndarray and rows.size) or _all_below(rows, n):
                 continue
-            nodes = nodes_of(t)
-            read = operands(nodes, k)
+            nodes, read, input_row = reads(t, k)
             from_inputs = np.flatnonzero(read < 0)
             its_row = input_row[-1 - read[from_inputs]]  # of a number that a node computed, behind
             from_inputs = from_inputs[its_row < len(rows)]
@@ -171,16 +164,6 @@ def check_look_ups(
                 value = next(x for x in indices[bad[0]].tolist() if not -n <= x < n)
                 instance = instance_of(nodes[from_inputs[bad[0]]])
                 raise IndexError(_message(registry.node_types[t].name, instance, value, n))
-
-
-def may_be_absent(registry: Registry, type_ids: Iterable[int], inputs: Mapping[str, Any]) -> bool:
-    """Returns whether `check_rows` has to look at what nodes of these types read."""
-    for t in type_ids:
-        for _, n, kind in _known_rows(registry, t):
-            rows = inputs.get(input_name(kind))
-            if type(rows) is np.ndarray and rows.size and not _all_below(rows, n):
-                return True
-    return False
 
 
 def fewest_rows(registry: Registry, type_ids: Iterable[int]) -> int | None:

@@ -47,7 +47,7 @@ from jedbatch._ragged.tiled_records import counter_of_tiles
 from jedbatch._record.instances.arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._schedule.schedule import Schedule
-from jedbatch._session.plans.indices import check_rows, may_be_absent
+from jedbatch._session.plans.indices import check_rows
 from jedbatch._session.plans.outputs import Returned
 from jedbatch._session.plans.verify import verify
 from jedbatch._session.programs.program_cache import ProgramCache
@@ -268,9 +268,9 @@ def with_inputs(
             slow_calls=0 if is_known else session.registry.slow_calls.total(),
         ),
     )
-    if may_be_absent(session.registry, arranged.placed.type_ids, inputs):
-        assert plan.host is not None
-        check_rows(session.registry, plan.host.placed.graph, plan.host.placed, inputs, numbers)
+    host, type_ids = plan.host, arranged.placed.type_ids
+    assert host is not None
+    check_rows(session.registry, type_ids, inputs, lambda: host.placed, numbers)
     if is_wanted():
         verify(plan)
     return plan

@@ -254,12 +254,13 @@ def values_at(graph: Graph, positions: np.ndarray) -> np.ndarray:
 
 def check_inputs(minibatch: Minibatch, cut: PlacedShards) -> None:
     """Raises the errors that values of inputs lead to, before there is a program for shards."""
-    for own, placed in zip(cut.members, cut.placed, strict=True):
+    for s, (own, placed) in enumerate(zip(cut.members, cut.placed, strict=True)):
         rooms = dict(zip(placed.arenas, placed.input_counts, strict=True))
         numbers = own.tolist()
         part = minibatch.part(numbers)
         inputs = assemble(rooms, part.records, part.arrays, numbers)
-        check_rows(minibatch.session.registry, placed.graph, placed, inputs, numbers)
+        placed_of = functools.partial(cut.placed.__getitem__, s)
+        check_rows(minibatch.session.registry, placed.type_ids, inputs, placed_of, numbers)
 
 
 def find_routes(
