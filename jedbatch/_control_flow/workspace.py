@@ -42,6 +42,7 @@ from jedbatch._program.executors import Executor
 from jedbatch._program.host_arrays import rows_of_inputs
 from jedbatch._program.lower import Rows, lower
 from jedbatch._program.lower_vjp import ReverseSignature
+from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
 from jedbatch._program.round_template import RoundTemplate
 from jedbatch._program.signature import Signature
@@ -371,9 +372,8 @@ class Workspace:
 
     def _place(self, graph: Graph, batches: Schedule, outputs: dict[Kind, list[int]]) -> Placement:
         """Lays a graph out as rounds do it, lane after lane."""
-        return self.programs.place(
-            graph, batches, outputs, "append", stacked=False, keeps=True, reuse=False
-        )
+        returned = outputs, OutputSpec((), (), None)
+        return self.programs.place(graph, batches, returned, "append", keeps=True, reuse=False)
 
     def _enter_inputs(self, references: np.ndarray) -> set[Kind]:
         """Gives rows to the inputs among some references; returns the kinds that are new."""

@@ -21,7 +21,6 @@ from jedbatch._export.planning import (
     InstanceForm,
     lowered,
     lowered_reverse,
-    place,
     result_kinds,
 )
 from jedbatch._export.programs import Portable, Variant, default_platform
@@ -40,10 +39,11 @@ from jedbatch._program.plan import Host, Plan, input_name
 from jedbatch._program.pullback import Pullback
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.heuristics import FALLBACKS, depth
-from jedbatch._schedule.policy import Policy
+from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._session.plans.indices import check_rows
-from jedbatch._session.plans.outputs import form_of_results
+from jedbatch._session.plans.outputs import form_of_results, with_room
 from jedbatch._session.plans.pipeline import checked_inputs
+from jedbatch._session.programs.program_cache import place
 from jedbatch._support.files import replacing
 from jedbatch._support.types import Leaf, PyTree
 
@@ -243,16 +243,18 @@ class Exported:
         kinds = result_kinds(graph)
         records = [InstanceForm(jax.tree.structure((0,) * len(x)), x) for x in kinds]
         outputs = np.arange(len(graph.outputs))
-        positions, form = form_of_results(self.name, records, outputs, (), self._stacked)
-        placed, form = place(
-            variant,
+        returned = form_of_results(self.name, records, outputs, (), self._stacked)
+        returned = with_room(graph, returned, self.batch_size)
+        signature, form = variant.signature, returned[1]
+        placed = place(
+            variant.kernels.__getitem__,
             graph,
-            self._policy,
-            positions,
-            form,
-            self.batch_size,
-            order=self._order,
+            schedule(graph, self._policy),
+            returned,
+            self._order,
             keeps=gradient,
+            reuse=signature.shared_rows is not None,
+            target=signature.target,
         )
         found = lowered(placed, variant)
         reverse, table = variant.reverse, None
@@ -262,7 +264,7 @@ class Exported:
         wholes = [Record(graph, i, None, ()) for i in range(count)]
         inputs = assemble(found.signature.input_rooms, wholes, [()] * count)
         check_rows(_looked_up(variant.kernels), placed.type_ids, inputs, lambda: placed)
-        static = ExportedStatic(self, variant.signature, reverse, form, gradient, (), None, count)
+        static = ExportedStatic(self, signature, reverse, form, gradient, (), None, count)
         return Plan(static, found.table, table, inputs, host=Host(found, {}, count))
 
     def apply(self, *args: PyTree, inputs: dict[str, Any] | None = None) -> Any:

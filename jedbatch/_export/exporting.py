@@ -38,7 +38,7 @@ from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.policy import schedule
 from jedbatch._session.core import Core
 from jedbatch._session.plans.indices import table_rows
-from jedbatch._session.plans.shards import values_at, with_room
+from jedbatch._session.plans.outputs import with_room
 from jedbatch._session.programs.portable import described
 from jedbatch._session.session import Minibatch, Session, graph_of
 from jedbatch._support.samples import cut_evenly
@@ -226,21 +226,11 @@ class Sample:
         core, placed, forms = self._core, [], []
         for records in self._minibatches:
             graph = graph_of(records)
-            positions, form = core.results(records, np.arange(len(graph.outputs)))
-            at, form = with_room(positions, form, self._room)
-            returned = {kind: values_at(graph, x).tolist() for kind, x in at.items()}
+            returned = core.results(records, np.arange(len(graph.outputs)))
+            returned = with_room(graph, returned, self._room)
             batches = schedule(graph, core.policy)
-            forms.append(form)
-            own = self.session.programs.place(
-                graph,
-                batches,
-                returned,
-                core.options.layout,
-                stacked=form.batch is not None,
-                keeps=keeps,
-                reuse=reuse,
-            )
-            placed.append(own)
+            forms.append(returned[1])
+            placed.append(self.session.place(graph, batches, returned, keeps=keeps, reuse=reuse))
         return placed, forms
 
 

@@ -5,7 +5,7 @@ grow. There is room in the results for as many instances as a minibatch may have
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from jedbatch._export.binding import called
 from jedbatch._export.programs import Variant
 from jedbatch._graph.graph import Graph
-from jedbatch._layout.layout import assign_lanes
 from jedbatch._program.alive import Refused
 from jedbatch._program.capacity import Capacity
 from jedbatch._program.fit import num_instructions
@@ -24,8 +23,6 @@ from jedbatch._program.output_spec import OutputSpec
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Static, input_name
 from jedbatch._program.returned import results_of_rows
-from jedbatch._schedule.policy import Policy, schedule
-from jedbatch._session.plans.shards import values_at, with_room
 
 
 @dataclass(frozen=True)
@@ -45,47 +42,6 @@ class InstanceForm:
 
     structure: Any
     types: tuple[tuple, ...]
-
-
-def place(
-    variant: Variant,
-    graph: Graph,
-    policy: Policy | None,
-    positions: Mapping[Any, Sequence[int]],
-    form: OutputSpec,
-    room: int,
-    *,
-    order: str,
-    keeps: bool,
-) -> tuple[Placement, OutputSpec]:
-    """Returns a graph scheduled and laid out, and how its results are read.
-
-    Args:
-      variant: the programs.
-      graph: what to compute, of all types of the programs.
-      policy: cuts it into batches.
-      positions: what each arena returns, by the position among the outputs of the graph.
-      form: of the results.
-      room: instances that results have room for, if they are stacked.
-      order: of nodes inside of batches.
-      keeps: whether everything is kept that the reverse would read.
-    """
-    signature, kernels = variant.signature, variant.kernels
-    at, form = with_room(positions, form, room)
-    returned = {kind: values_at(graph, x).tolist() for kind, x in at.items()}
-    present = tuple(graph.present_types)
-    buckets = [kernel.buckets if t in present else None for t, kernel in enumerate(kernels)]
-    placed = Placement.find(
-        assign_lanes(graph, schedule(graph, policy), buckets, order),
-        tuple(kernels[t] for t in present),  # type: ignore[misc]
-        present,
-        returned,
-        stacked=form.batch is not None,
-        keeps=keeps,
-        reuse=signature.shared_rows is not None,
-        target=signature.target,
-    )
-    return placed, form
 
 
 def lowered(placed: Placement, variant: Variant) -> Lowered:

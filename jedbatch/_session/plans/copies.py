@@ -235,19 +235,9 @@ class LoweredCopies:
           batches: of them.
           returned: the outputs that each arena returns, and how they become results.
         """
-        programs, options, graph = session.programs, session.options, batches.graph
-        rows, form = returned
-        placed = programs.place(
-            graph,
-            batches.schedule,
-            rows,
-            options.layout,
-            node=batches.node,
-            weight=batches.copies,
-            stacked=form.batch is not None,
-            keeps=False,
-            reuse=options.reuse,
-        )
+        programs, graph, (rows, form) = session.programs, batches.graph, returned
+        how = {"node": batches.node, "weight": batches.copies, "keeps": False}
+        placed = session.place(graph, batches.schedule, returned, **how)
         if any(kernel.lists is not None for kernel in placed.kernels):
             return None
         num_arenas, num_instances = len(placed.arenas), graph.num_instances
@@ -401,19 +391,13 @@ def _made(
     graph = graph_of(records)
     schedule, node = found.batches.expanded(copies, graph)
     which: Mapping[Kind, Sequence[int] | np.ndarray] = found.returned
-    if found.form is None:
+    form = found.form
+    if form is None:
         assert returned is not None
-        which = returned[0]
-    placed = session.programs.place(
-        graph,
-        schedule,
-        {kind: graph.outputs[np.array(x, np.int64)].tolist() for kind, x in which.items()},
-        session.options.layout,
-        node=node,
-        stacked=found.placed.stacked,
-        keeps=False,
-        reuse=found.placed.reuse,
-    )
+        which, form = returned
+    values = {kind: graph.outputs[np.array(x, np.int64)].tolist() for kind, x in which.items()}
+    how = {"node": node, "keeps": False, "reuse": found.placed.reuse}
+    placed = session.place(graph, schedule, (values, form), **how)
     lowered = lower(placed, found.signature)
     assert lowered is not None
     return lowered

@@ -7,12 +7,38 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.storage import Kind, stored_kind
-from jedbatch._program.output_spec import OutputSpec, Slice, TileRun
+from jedbatch._program.output_spec import OutputSpec, Slice, TileRun, with_batch
+from jedbatch._program.placement import NO_VALUE
 from jedbatch._program.plan import input_name
 
 Returned = tuple[dict[Kind, list[int]], OutputSpec]  # rows of each arena, and how to read them
 Form = tuple[Any, Sequence[Kind]]  # structure of a result, and (shape, dtype) of its leaves
+
+
+def with_room(graph: Graph, returned: Returned, room: int) -> Returned:
+    """Returns what arenas return with room for more instances, and the form of that.
+
+    Args:
+      graph: what is computed.
+      returned: what each arena returns, by the position among the outputs of the graph, and how
+        that becomes results; in the result, values take the place of positions, and `NO_VALUE`
+        those of instances that are not there.
+      room: rows of each result, if they are stacked; others have no room.
+    """
+    rows, form = returned
+    values = {kind: graph.outputs[np.array(x, np.int64)] for kind, x in rows.items()}
+    if form.batch is None:
+        return {kind: x.tolist() for kind, x in values.items()}, form
+    for kind, x in values.items():
+        padded = np.full((len(x) // form.batch, room), NO_VALUE)
+        padded[:, : form.batch] = x.reshape(-1, form.batch)
+        values[kind] = padded.ravel()
+    (places,) = form.places
+    moved = tuple((kind, with_batch(place, form.batch, room)) for kind, place in places)
+    form = OutputSpec(form.structures, (moved,), room)
+    return {kind: x.tolist() for kind, x in values.items()}, form
 
 
 class InstanceOutput(Protocol):

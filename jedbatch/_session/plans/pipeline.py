@@ -9,7 +9,7 @@ results are made of.
 import functools
 import operator
 import time
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -136,23 +136,14 @@ def arrange(
     given: tuple[Schedule, np.ndarray | None] | None = None,
 ) -> tuple[Arranged, list[float]]:
     """Returns a graph scheduled, laid out and lowered, and when each was done; see `make_plan`."""
-    programs, options, form = minibatch.session.programs, minibatch.session.options, returned[1]
+    session, form = minibatch.session, returned[1]
     clock = [time.perf_counter()]
     batches, node = given or (schedule(graph, minibatch.policy), None)
     clock.append(time.perf_counter())
-    placed = programs.place(
-        graph,
-        batches,
-        returned[0],
-        options.layout,
-        node=node,
-        stacked=form.batch is not None,
-        keeps=flags.keeps,
-        reuse=options.reuse,
-    )
+    placed = session.place(graph, batches, returned, node=node, keeps=flags.keeps)
     clock.append(time.perf_counter())
     leaves = [told_apart(placed, form) or None] if flags.gradient else None
-    (lowered,), reverse, tables = programs.lower([placed], leaves, brought)
+    (lowered,), reverse, tables = session.programs.lower([placed], leaves, brought)
     return Arranged.of(minibatch.records, form, lowered, reverse, *tables), clock
 
 
@@ -291,33 +282,42 @@ def reserve_programs(
       policy: cuts the graphs into batches.
       gradient: whether there will be gradients, too.
     """
-    programs, options = session.programs, session.options
     for graph, _, _ in minibatches:  # a policy may learn from each
         schedule(graph, policy)
-    for keeps in {False, gradient}:
-        groups: dict[bool, list[tuple[Placement, list[np.ndarray]]]] = {}
-        for graph, (returned, form), _ in minibatches:
-            placed = programs.place(
-                graph,
-                schedule(graph, policy),
-                returned,
-                options.layout,
-                stacked=form.batch is not None,
-                keeps=keeps,
-                reuse=options.reuse,
-            )
-            leaves = told_apart(placed, form) if keeps else []
-            groups.setdefault(placed.reuse, []).append((placed, leaves))
-        for group in groups.values():
-            all_placed, all_leaves = zip(*group, strict=True)
-            programs.reserve(all_placed, all_leaves if keeps else None)
+
+    def placed(keeps: bool) -> Iterator[tuple[Placement, list[np.ndarray]]]:
+        for graph, returned, _ in minibatches:
+            own = session.place(graph, schedule(graph, policy), returned, keeps=keeps)
+            yield own, told_apart(own, returned[1])
+
+    reserve(session.programs, placed, gradient=gradient)
     by_region: dict[Region, list[RegionCalls]] = {}
     for _, _, calls in minibatches:
         for calls_of_region in calls:
             by_region.setdefault(calls_of_region.region, []).append(calls_of_region)
     for all_calls in by_region.values():
         for keeps in {False, gradient}:
-            programs.reserve_rows(all_calls, keeps)
+            session.programs.reserve_rows(all_calls, keeps)
+
+
+def reserve(
+    programs: ProgramCache,
+    placed: Callable[[bool], Iterable[tuple[Placement, Sequence[np.ndarray] | None]]],
+    *,
+    gradient: bool,
+) -> None:
+    """Makes programs that have room for placed minibatches, and for the reverse with `gradient`.
+
+    `placed` returns minibatches, placed with all that the reverse would read or not, and what is
+    returned of each (see `find_readers`).
+    """
+    for keeps in sorted({False, gradient}):
+        groups: dict[bool, list[tuple[Placement, Sequence[np.ndarray]]]] = {}
+        for own, leaves in placed(keeps):
+            groups.setdefault(own.reuse, []).append((own, leaves or ()))
+        for group in groups.values():
+            all_placed, all_leaves = zip(*group, strict=True)
+            programs.reserve(all_placed, all_leaves if keeps else None)
 
 
 def programs_of(plan: Plan) -> ProgramCache:

@@ -12,7 +12,7 @@ Source: Graham, Bounds on multiprocessing timing anomalies, SIAM Journal on Appl
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from jedbatch._jaxpr.storage import Kind
 from jedbatch._program.differentiable import Differentiable
 from jedbatch._program.host_arrays import assemble
 from jedbatch._program.output_spec import OutputSpec, with_batch
-from jedbatch._program.placement import NO_VALUE, Placement
+from jedbatch._program.placement import Placement
 from jedbatch._program.plan import Plan, input_name
 from jedbatch._program.pullback import Pullback, refuse_derivative
 from jedbatch._program.returned import told_apart
@@ -45,12 +45,13 @@ from jedbatch._program.signature import Signature
 from jedbatch._program.stopped import check_shards, has_bounds
 from jedbatch._schedule.policy import schedule
 from jedbatch._session.plans.indices import check_rows
-from jedbatch._session.plans.outputs import Returned
+from jedbatch._session.plans.outputs import Returned, with_room
 from jedbatch._session.plans.pipeline import (
     STAGES,
     Arranged,
     permit_derivative,
     programs_of,
+    reserve,
     with_inputs,
 )
 from jedbatch._session.programs.program_cache import ProgramCache, Together
@@ -97,7 +98,7 @@ class PlacedShards(NamedTuple):
       forms: how the rows that each returns become its results.
       placed: each scheduled and laid out.
       positions: for each the outputs that it returns, by arena: those of its instances, one after
-        the other, are counted; `NO_VALUE` for rows that are returned for nobody.
+        the other, are counted.
       took: seconds to cut each out, to schedule it, and to lay it out.
     """
 
@@ -179,77 +180,36 @@ def place_shards(
       keeps: whether everything is kept that the reverse would read.
       reuse: whether inference uses rows again, as of `Options`.
     """
-    programs, records = minibatch.session.programs, minibatch.records
-    layout = minibatch.session.options.layout
-    members = cut_by_cost(Costs.of(programs, graph_of(records)), num_shards)
+    session, records = minibatch.session, minibatch.records
+    members = cut_by_cost(Costs.of(session.programs, graph_of(records)), num_shards)
     room = most_instances(len(records), num_shards)
-    pieces, took = [], []
+    pieces, positions, took = [], [], []
     for own in members:
         own_records = [records[i] for i in own.tolist()]
         times = [time.perf_counter()]
         graph = graph_of(own_records)
         times.append(time.perf_counter())
-        positions, form = form_of(own_records, np.arange(len(graph.outputs)))
-        at, form = with_room(positions, form, room)
+        returned = form_of(own_records, np.arange(len(graph.outputs)))
+        positions.append({kind: np.array(x, np.int64) for kind, x in returned[0].items()})
+        returned = with_room(graph, returned, room)
         batches = schedule(graph, minibatch.policy)
         times.append(time.perf_counter())
-        pieces.append((graph, batches, at, form))
+        pieces.append((graph, batches, returned))
         took.append(np.diff(times).tolist())
 
     def place(reuse: bool | None) -> list[Placement]:
         placed = []
-        for (graph, batches, at, form), times in zip(pieces, took, strict=True):
+        for (graph, batches, returned), times in zip(pieces, took, strict=True):
             start = time.perf_counter()
-            returned = {kind: values_at(graph, x).tolist() for kind, x in at.items()}
-            stacked = form.batch is not None
-            placed.append(
-                programs.place(
-                    graph,
-                    batches,
-                    returned,
-                    layout,
-                    stacked=stacked,
-                    exact=stacked,
-                    keeps=keeps,
-                    reuse=reuse,
-                )
-            )
+            how = {"exact": returned[1].batch is not None, "keeps": keeps, "reuse": reuse}
+            placed.append(session.place(graph, batches, returned, **how))
             times[2:] = [time.perf_counter() - start]
         return placed
 
     placed = place(reuse)
     if len({x.reuse for x in placed}) > 1:  # as large as makes no difference
         placed = place(True)
-    forms = [form for *_, form in pieces]
-    return PlacedShards(members, forms, placed, [at for _, _, at, _ in pieces], took)
-
-
-def with_room(
-    positions: Mapping[Kind, Sequence[int]], form: OutputSpec, room: int
-) -> tuple[dict[Kind, np.ndarray], OutputSpec]:
-    """Returns what a shard returns with room for more instances, and the form of that.
-
-    Args:
-      positions: what each arena returns.
-      form: of the results of the shard.
-      room: rows of each result, if they are stacked; others have no room.
-    """
-    arrays = {kind: np.array(x, np.int64) for kind, x in positions.items()}
-    if form.batch is None:
-        return arrays, form
-    for kind, x in arrays.items():
-        padded = np.full((len(x) // form.batch, room), NO_VALUE)
-        padded[:, : form.batch] = x.reshape(-1, form.batch)
-        arrays[kind] = padded.ravel()
-    (places,) = form.places
-    moved = tuple((kind, with_batch(place, form.batch, room)) for kind, place in places)
-    return arrays, OutputSpec(form.structures, (moved,), room)
-
-
-def values_at(graph: Graph, positions: np.ndarray) -> np.ndarray:
-    """Returns the outputs of a graph at some positions; `NO_VALUE` stays what it is."""
-    values = graph.outputs[np.maximum(positions, 0)].astype(np.int64)
-    return np.where(positions == NO_VALUE, NO_VALUE, values)
+    return PlacedShards(members, [form for _, _, (_, form) in pieces], placed, positions, took)
 
 
 def check_inputs(minibatch: Minibatch, cut: PlacedShards) -> None:
@@ -368,16 +328,13 @@ def reserve_shards(
     reuse = session.options.reuse
     for minibatch in minibatches:  # a policy may learn from each
         schedule(graph_of(minibatch.records), minibatch.policy)
-    for keeps in sorted({False, gradient}):
-        groups: dict[bool, list[tuple[Placement, Sequence[np.ndarray]]]] = {}
+
+    def placed(keeps: bool) -> Iterator[tuple[Placement, list[np.ndarray] | None]]:
         for minibatch in minibatches:
             cut = place_shards(minibatch, form_of, num_shards, keeps=keeps, reuse=reuse)
-            leaves = cut.leaves() if keeps else [None] * num_shards
-            for placed, own in zip(cut.placed, leaves, strict=True):
-                groups.setdefault(placed.reuse, []).append((placed, own or ()))
-        for group in groups.values():
-            all_placed, all_leaves = zip(*group, strict=True)
-            session.programs.reserve(all_placed, all_leaves if keeps else None)
+            yield from zip(cut.placed, cut.leaves(), strict=True)
+
+    reserve(session.programs, placed, gradient=gradient)
 
 
 def plan_shards(

@@ -14,7 +14,6 @@ from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.configuration import finds_faults, without_mesh
 from jedbatch._jaxpr.faults import located
 from jedbatch._jaxpr.lane_steps import LaneCounter
-from jedbatch._jaxpr.storage import Kind
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Buckets
@@ -53,6 +52,7 @@ from jedbatch._ragged.shared_values import run_gated
 from jedbatch._record.identity.environment import AccessPath, Environment
 from jedbatch._record.types.registry import Registry
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._session.plans.outputs import Returned
 from jedbatch._session.programs.identities import identity_of
 from jedbatch._session.programs.outside_values import OutsideValues
 from jedbatch._session.programs.types_in_use import TypesInUse
@@ -164,30 +164,10 @@ class ProgramCache:
         return self._identities[kernel]
 
     def place(
-        self,
-        graph: Graph,
-        batches: Schedule,
-        returned: dict[Kind, list[int]],
-        order: str,
-        *,
-        node: np.ndarray | None = None,
-        weight: np.ndarray | None = None,
-        **how: Any,
+        self, graph: Graph, batches: Schedule, returned: Returned, order: str, **how: Any
     ) -> Placement:
-        """Returns a scheduled graph laid out; see `assign_lanes` and `Placement.find`."""
-        type_ids = tuple(graph.present_types)
-        kernels = tuple(map(self.kernel, type_ids))
-        buckets: list[Buckets | None] = [None] * len(graph.types)
-        for t, kernel in zip(type_ids, kernels, strict=True):
-            buckets[t] = kernel.buckets
-        return Placement.find(
-            assign_lanes(graph, batches, buckets, order, node, weight),
-            kernels,
-            type_ids,
-            returned,
-            target=self.target,
-            **how,
-        )
+        """Returns a scheduled graph laid out; see `place`."""
+        return place(self.kernel, graph, batches, returned, order, target=self.target, **how)
 
     @property
     def in_use(self) -> tuple[list[Signature], list[ReverseSignature], list[Signature]]:
@@ -538,6 +518,38 @@ class ProgramCache:
     def _reads(self, signature: Signature) -> set[Hashable]:
         """Names of the values from outside that a program reads."""
         return {self.registry.shared[index].tracer for index in self.program(signature)[1]} - {None}
+
+
+def place(
+    kernel_of: Callable[[int], Any],
+    graph: Graph,
+    batches: Schedule,
+    returned: Returned,
+    order: str,
+    *,
+    node: np.ndarray | None = None,
+    weight: np.ndarray | None = None,
+    **how: Any,
+) -> Placement:
+    """Returns a scheduled graph laid out; see `assign_lanes` and `Placement.find`.
+
+    Args:
+      kernel_of: returns the kernel of a node type.
+      graph: what is scheduled.
+      batches: the schedule.
+      returned: the values that each arena returns, and how they become results.
+      order: of nodes inside of batches, by its name.
+      node: as of `assign_lanes`.
+      weight: as of that, too.
+      **how: as of `Placement.find`.
+    """
+    type_ids = tuple(graph.present_types)
+    kernels = tuple(map(kernel_of, type_ids))
+    buckets: list[Buckets | None] = [None] * len(graph.types)
+    for t, kernel in zip(type_ids, kernels, strict=True):
+        buckets[t] = kernel.buckets
+    layout, (rows, form) = assign_lanes(graph, batches, buckets, order, node, weight), returned
+    return Placement.find(layout, kernels, type_ids, rows, stacked=form.batch is not None, **how)
 
 
 def _kernels_of(minibatches: Sequence[Placement]) -> list[Kernel]:
