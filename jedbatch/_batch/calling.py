@@ -198,7 +198,7 @@ def apply(core: Core, args: tuple, inputs: dict[str, Any] | None = None) -> Any:
             "`batched.apply(params, batched.plan(params, instances))`."
         )
     of_plan = programs_of(plan)  # which may have been forgotten
-    session, leaves = core.session(tuple(shared), plan.static.devices, of_plan.packs)
+    session, leaves = core.session(tuple(shared), plan.static.devices, of_plan.options.packs)
     if of_plan.environment is not core.environment:
         raise ValueError(
             f"`apply` of the batched `{core.name}` got a plan that another batched function "

@@ -230,7 +230,7 @@ class Planner:
         structure = core.arguments.leaves(self._shared)[1]
         specs = [jax.ShapeDtypeStruct(s, d, weak_type=w) for s, d, w in self._types]
         programs = self._session.programs
-        options = replace(core.options, target=programs.target, packs=programs.packs)
+        options = replace(core.options, target=programs.target, packs=programs.options.packs)
         axes = core.arguments.axes, core.out_axes
         parts = {
             "function": _portable(core.fn),

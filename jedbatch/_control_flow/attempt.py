@@ -95,7 +95,7 @@ class Attempt:
             self.recorder,
             arrays,
             call.policy,
-            lambda closed_over: session.programs.shared_values(closed_over, leaves, outside),
+            lambda closed_over: session.programs.outside.read(closed_over, leaves, outside),
             saving,
             size,
         )
@@ -247,7 +247,7 @@ class Attempt:
 
         It counts, too, if it need not wait for what was `foreseen`.
         """
-        bound, current = self._session.programs.max_steps, self._fibers.current
+        bound, current = self._session.options.max_steps, self._fibers.current
         if bound is None:
             return
         now = self._fibers.resumed
@@ -301,7 +301,7 @@ class Attempt:
         """A value that all instances share."""
         compute, closed_over = self._session.registry.prologue([[index]])
         with pause():
-            values = self._session.programs.shared_values(closed_over, self._leaves, self._outside)
+            values = self._session.programs.outside.read(closed_over, self._leaves, self._outside)
             return np.asarray(compute(values)[0][0])
 
     @unguarded

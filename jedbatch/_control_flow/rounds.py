@@ -175,7 +175,7 @@ class Stepwise:
         outputs, exist = pullback.join(pieces)
         reverse, *tables = pullback.tables(None, exist, EVERYTHING)
         closed_over = programs.program(signature)[1]
-        shared = programs.shared_values(closed_over, leaves, self._outside(tracers, reached))
+        shared = programs.outside.read(closed_over, leaves, self._outside(tracers, reached))
         executor = programs.executor(signature)
         given = shared, (lowered.table, *tables), values, outputs
         of_shared, of_inputs = executor.reverse(reverse, *given)

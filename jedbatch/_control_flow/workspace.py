@@ -373,7 +373,8 @@ class Workspace:
     def _place(self, graph: Graph, batches: Schedule, outputs: dict[Kind, list[int]]) -> Placement:
         """Lays a graph out as rounds do it, lane after lane."""
         returned = outputs, OutputSpec((), (), None)
-        return self.programs.place(graph, batches, returned, "append", keeps=True, reuse=False)
+        how = {"order": "append", "keeps": True, "reuse": False}
+        return self.programs.place(graph, batches, returned, **how)
 
     def _enter_inputs(self, references: np.ndarray) -> set[Kind]:
         """Gives rows to the inputs among some references; returns the kinds that are new."""

@@ -251,7 +251,7 @@ class Exported:
             graph,
             schedule(graph, self._policy),
             returned,
-            self._order,
+            order=self._order,
             keeps=gradient,
             reuse=signature.shared_rows is not None,
             target=signature.target,

@@ -230,7 +230,9 @@ class Sample:
             returned = with_room(graph, returned, self._room)
             batches = schedule(graph, core.policy)
             forms.append(returned[1])
-            placed.append(self.session.place(graph, batches, returned, keeps=keeps, reuse=reuse))
+            placed.append(
+                self.session.programs.place(graph, batches, returned, keeps=keeps, reuse=reuse)
+            )
         return placed, forms
 
 
@@ -322,7 +324,7 @@ def _exported_variant(
         values = compute([*own, *closed])
         return [k.prologue(v) for k, v in zip(signature.kernels, values, strict=True)]
 
-    arrays = programs.shared_values(closed_over, [], ())
+    arrays = programs.outside.read(closed_over, [], ())
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         sample._core.refuse_tracers(True)
     types = [ValueType(x.shape, x.dtype) for x in arrays]

@@ -17,15 +17,12 @@ from jedbatch._jaxpr.identity import Same
 from jedbatch._jaxpr.lane_steps import LaneForms
 from jedbatch._jaxpr.zeros import Sources
 from jedbatch._kernel.target import Target
-from jedbatch._program.placement import Placement
 from jedbatch._record.identity.environment import Environment, Reached
 from jedbatch._record.operations.symbols import Symbol
 from jedbatch._record.passes.projections import Projections
 from jedbatch._record.types.registry import Registry
 from jedbatch._schedule.policy import Policy, version_of
-from jedbatch._schedule.schedule import Schedule
 from jedbatch._session.options import Options
-from jedbatch._session.plans.outputs import Returned
 from jedbatch._session.programs.mapped import MappedProgram, places_of
 from jedbatch._session.programs.program_cache import MAX_PROGRAMS, ProgramCache
 from jedbatch._session.records.arguments import StackedInstances
@@ -121,15 +118,7 @@ class Session:
         """
         budget = Budget(options.cache_bytes)
         registry = Registry(avals, structure, budget, options.max_steps is not None)
-        programs = ProgramCache(
-            registry,
-            target,
-            environment,
-            key,
-            options.control_flow,
-            options.max_steps,
-            options.counter,
-        )
+        programs = ProgramCache(registry, target, environment, key, options)
         session = cls(registry, RecordCache(registry, options, target), programs, options)
         limit = min(MAX_MINIBATCHES, options.cache_size) if options.cache_bytes else 0
         session.arranged = Memory(limit, budget, lambda _, arranged: arranged.nbytes)
@@ -153,14 +142,6 @@ class Session:
         """Returns what was planned before by a key, whose programs are used again; or None."""
         found, use_again = self.arranged.use(key), self.programs.use_again
         return found if found is not None and all(use_again(*x) for x in found.programs) else None
-
-    def place(self, graph: Graph, batches: Schedule, returned: Returned, **how: Any) -> Placement:
-        """Returns a scheduled graph laid out, as the options have it unless `how` says otherwise.
-
-        See `programs.program_cache.place`.
-        """
-        how = {"reuse": self.options.reuse, **how}
-        return self.programs.place(graph, batches, returned, self.options.layout, **how)
 
     def mapped_key(self, number: int, instances: StackedInstances) -> Hashable | None:
         """Returns what decides the record of instances that are rows; None if that is not known.

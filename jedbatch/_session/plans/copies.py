@@ -237,7 +237,7 @@ class LoweredCopies:
         """
         programs, graph, (rows, form) = session.programs, batches.graph, returned
         how = {"node": batches.node, "weight": batches.copies, "keeps": False}
-        placed = session.place(graph, batches.schedule, returned, **how)
+        placed = session.programs.place(graph, batches.schedule, returned, **how)
         if any(kernel.lists is not None for kernel in placed.kernels):
             return None
         num_arenas, num_instances = len(placed.arenas), graph.num_instances
@@ -397,7 +397,7 @@ def _made(
         which, form = returned
     values = {kind: graph.outputs[np.array(x, np.int64)].tolist() for kind, x in which.items()}
     how = {"node": node, "keeps": False, "reuse": found.placed.reuse}
-    placed = session.place(graph, schedule, (values, form), **how)
+    placed = session.programs.place(graph, schedule, (values, form), **how)
     lowered = lower(placed, found.signature)
     assert lowered is not None
     return lowered

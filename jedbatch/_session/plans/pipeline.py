@@ -140,7 +140,7 @@ def arrange(
     clock = [time.perf_counter()]
     batches, node = given or (schedule(graph, minibatch.policy), None)
     clock.append(time.perf_counter())
-    placed = session.place(graph, batches, returned, node=node, keeps=flags.keeps)
+    placed = session.programs.place(graph, batches, returned, node=node, keeps=flags.keeps)
     clock.append(time.perf_counter())
     leaves = [told_apart(placed, form) or None] if flags.gradient else None
     (lowered,), reverse, tables = session.programs.lower([placed], leaves, brought)
@@ -287,7 +287,7 @@ def reserve_programs(
 
     def placed(keeps: bool) -> Iterator[tuple[Placement, list[np.ndarray]]]:
         for graph, returned, _ in minibatches:
-            own = session.place(graph, schedule(graph, policy), returned, keeps=keeps)
+            own = session.programs.place(graph, schedule(graph, policy), returned, keeps=keeps)
             yield own, told_apart(own, returned[1])
 
     reserve(session.programs, placed, gradient=gradient)
@@ -349,7 +349,7 @@ def run_plan(
             inputs, packed = programs.run_regions(
                 static.stages, leaves, tracers, *handed_over((plan.ragged, dict(inputs)))
             )
-    shared = programs.shared_values(programs.program(signature)[1], leaves, tracers)
+    shared = programs.outside.read(programs.program(signature)[1], leaves, tracers)
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     arguments = shared, *handed_over((rows, plan.table))
     if not any_traced(jax.tree.leaves(arguments)):

@@ -202,7 +202,7 @@ def place_shards(
         for (graph, batches, returned), times in zip(pieces, took, strict=True):
             start = time.perf_counter()
             how = {"exact": returned[1].batch is not None, "keeps": keeps, "reuse": reuse}
-            placed.append(session.place(graph, batches, returned, **how))
+            placed.append(session.programs.place(graph, batches, returned, **how))
             times[2:] = [time.perf_counter() - start]
         return placed
 
@@ -421,7 +421,7 @@ def run_on_devices(
     static, programs = plan.static, programs_of(plan)
     signature, devices = static.signature, static.devices
     assert devices is not None
-    shared = programs.shared_values(programs.program(signature)[1], leaves, ())
+    shared = programs.outside.read(programs.program(signature)[1], leaves, ())
     shared = gathered(devices, on_all_processes(devices, shared))
     rows = tuple(inputs[input_name(kind)] for kind in signature.arenas)
     own_rows, order = _parts(plan)

@@ -69,7 +69,7 @@ class MappedProgram:
     def _is_short(self) -> bool:
         programs = {t: operation_of(self._graph.types[t]).jaxpr.jaxpr for t in self._types}
         size = sum(len(programs[t].eqns) for t in self._graph.node_type.tolist())
-        in_lock_step = self._programs.control_flow == "lockstep"
+        in_lock_step = self._programs.options.control_flow == "lockstep"
         if size > MAX_EQUATIONS or not in_lock_step:
             return size <= MAX_EQUATIONS
         equations = (eqn for program in programs.values() for eqn in program.eqns)
@@ -97,7 +97,7 @@ class MappedProgram:
           arrays: whose rows the instances are.
           stack: whether along a new first axis.
         """
-        shared = self._programs.shared_values(self._closed_over, leaves, ())
+        shared = self._programs.outside.read(self._closed_over, leaves, ())
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((shared, arrays)))
         run = self._differentiable if traced else self._jitted
         results, stopped = run(shared, *handed_over(list(arrays)))

@@ -125,14 +125,8 @@ class ImportedPrograms(ProgramCache):
 
     def __init__(self, programs: ProgramCache):
         """Takes the place of programs that are not used."""
-        super().__init__(
-            programs.registry,
-            programs.target,
-            programs.environment,
-            (),
-            programs.control_flow,
-            programs.max_steps,
-        )
+        registry, target, environment = programs.registry, programs.target, programs.environment
+        super().__init__(registry, target, environment, (), replace(programs.options, counter=None))
         self.version = -1
         self._specs: dict[str, KernelSpec] = {}
         self._numbers: dict[Signature, int] = {}

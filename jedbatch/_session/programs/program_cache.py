@@ -13,7 +13,6 @@ from jax.core import Tracer
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.configuration import finds_faults, without_mesh
 from jedbatch._jaxpr.faults import located
-from jedbatch._jaxpr.lane_steps import LaneCounter
 from jedbatch._kernel.kernel import Kernel
 from jedbatch._kernel.target import Target
 from jedbatch._layout.bucketing import Buckets
@@ -52,13 +51,14 @@ from jedbatch._ragged.shared_values import run_gated
 from jedbatch._record.identity.environment import AccessPath, Environment
 from jedbatch._record.types.registry import Registry
 from jedbatch._schedule.schedule import Schedule
+from jedbatch._session.options import Options
 from jedbatch._session.plans.outputs import Returned
 from jedbatch._session.programs.identities import identity_of
 from jedbatch._session.programs.outside_values import OutsideValues
 from jedbatch._session.programs.types_in_use import TypesInUse
 from jedbatch._support.announce import announce, announced
 from jedbatch._support.caches import Memory
-from jedbatch._support.types import ControlFlowName, Leaf
+from jedbatch._support.types import Leaf
 
 MAX_ROUNDS = 512  # layouts of rounds that are kept
 ROUND_BYTES = 1 << 15  # of one, about, besides its nodes
@@ -75,8 +75,7 @@ class ProgramCache:
     Attributes:
       registry: node types, and the values that their kernels share.
       target: what programs are made for.
-      control_flow: how loops and branches run that values decide on (see `_jaxpr.divergent`).
-      max_steps: the bound of these loops; None if they have none.
+      options: of the batched function.
       outside: what programs read besides instances.
       environment: what the function reads besides its arguments; None if that does not change.
       key: of the structure.
@@ -95,18 +94,10 @@ class ProgramCache:
         target: Target,
         environment: Environment | None,
         key: tuple[Hashable, ...],
-        control_flow: ControlFlowName = "auto",
-        max_steps: int | None = None,
-        counter: LaneCounter | None = None,
+        options: Options,
     ):
-        self.registry, self.control_flow, self.max_steps = registry, control_flow, max_steps
+        self.registry, self.target, self.options = registry, target, options
         self.outside = OutsideValues(registry, environment)
-        self._loops: Any = {
-            "control_flow": control_flow,
-            "max_steps": max_steps,
-            "counter": counter,
-        }
-        self.target = target
         self.environment, self.key = environment, key
         budget = registry.budget
         self.rounds: dict[Hashable, Placement] = Memory(MAX_ROUNDS, budget, _bytes_of_round)
@@ -135,11 +126,6 @@ class ProgramCache:
         )
 
     @property
-    def packs(self) -> bool:
-        """Whether rows of arrays of any length may run packed (see `Options`)."""
-        return bool(self.key[-2])
-
-    @property
     def configuration(self) -> Any:
         """How JAX is configured for these programs, by which the key ends."""
         return self.key[-1]
@@ -151,8 +137,10 @@ class ProgramCache:
             transient = any(map(self.registry.is_transient, node_type.shared))
             _, read = self.registry.prologue([node_type.shared])
             reached = any(isinstance(self.registry.shared[i].tracer, AccessPath) for i in read)
+            names = "control_flow", "max_steps", "counter"
+            loops = {name: getattr(self.options, name) for name in names}
             with without_mesh():
-                made = Kernel(node_type, self.target, transient, reached, **self._loops)
+                made = Kernel(node_type, self.target, transient, reached, **loops)
             self._kernels[type_id] = made
         return self._kernels[type_id]
 
@@ -163,11 +151,10 @@ class ProgramCache:
             self._identities[kernel] = known or identity_of(kernel, self.registry)
         return self._identities[kernel]
 
-    def place(
-        self, graph: Graph, batches: Schedule, returned: Returned, order: str, **how: Any
-    ) -> Placement:
-        """Returns a scheduled graph laid out; see `place`."""
-        return place(self.kernel, graph, batches, returned, order, target=self.target, **how)
+    def place(self, graph: Graph, batches: Schedule, returned: Returned, **how: Any) -> Placement:
+        """Returns a scheduled graph laid out, as the options and `how` have it."""
+        how = {"order": self.options.layout, "reuse": self.options.reuse, **how}
+        return place(self.kernel, graph, batches, returned, target=self.target, **how)
 
     @property
     def in_use(self) -> tuple[list[Signature], list[ReverseSignature], list[Signature]]:
@@ -481,23 +468,12 @@ class ProgramCache:
             compiled = located(announced(jax.jit(run)), announced(run))
             region_program = self._region_programs[stages] = compiled, closed_over
         run, closed_over = region_program
-        shared = self.shared_values(closed_over, leaves, tracers)
+        shared = self.outside.read(closed_over, leaves, tracers)
         return run(shared, *tables, dict(inputs))
 
     def count(self, kind: str) -> None:
         """Counts a program that is built."""
         self.compilations[kind] += 1
-
-    # --- values that kernels share ---
-
-    def shared_values(
-        self,
-        closed_over: Sequence[int],
-        leaves: Sequence[Leaf],
-        tracers: Any,
-    ) -> list[Any]:
-        """Returns leaves of shared arguments, and closed-over values; see `OutsideValues.read`."""
-        return self.outside.read(closed_over, leaves, tracers)
 
     def reads_tracers(self, signature: Signature) -> bool:
         """Returns whether a program reads values of an outer transformation, which are reached."""
@@ -525,8 +501,8 @@ def place(
     graph: Graph,
     batches: Schedule,
     returned: Returned,
-    order: str,
     *,
+    order: str,
     node: np.ndarray | None = None,
     weight: np.ndarray | None = None,
     **how: Any,
