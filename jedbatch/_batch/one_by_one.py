@@ -10,7 +10,7 @@ minibatch with one that fails takes twice the time, about.
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from jedbatch._control_flow.continuous import (
     Give,
     Joining,
     Left,
+    Settled,
     Take,
 )
 from jedbatch._jaxpr.storage import is_key
@@ -38,18 +39,6 @@ from jedbatch._session.plans.pipeline import run_plan
 from jedbatch._support.types import Array, PyTree
 
 Item = TypeVar("Item")
-
-
-class Settled(NamedTuple):
-    """The outcome of an item: a result, or the error that it raised.
-
-    Attributes:
-      result: None if there is an error.
-      error: None if there is a result.
-    """
-
-    result: Any
-    error: Exception | None
 
 
 class OneByOne:
@@ -197,8 +186,8 @@ class OneByOne:
         def take(most: int) -> list[Joining]:
             return list(itertools.islice(coming, most))
 
-        def give(left: Sequence[Left]) -> None:
-            errors.extend(x.error for x in left if x.error is not None)
+        def give(left: Left) -> None:
+            errors.extend(x.error for _, x in left if x.error is not None)
 
         failed = self.serve(shared, take(room), take, give, lambda _: None, room)
         if failed:

@@ -59,22 +59,21 @@ class Joining(NamedTuple):
     instance: tuple
 
 
-class Left(NamedTuple):
-    """An instance that leaves.
+class Settled(NamedTuple):
+    """The outcome of an instance: a result, or the error that it raised.
 
     Attributes:
-      token: by which the caller knows it.
       result: a pytree of arrays of NumPy; None if there is an error.
-      error: that it raised, or None.
+      error: None if there is a result.
     """
 
-    token: Any
     result: Any
     error: Exception | None
 
 
 Take = Callable[[int], Sequence[Joining]]  # from how many may join to those that do
-Give = Callable[[Sequence[Left]], None]
+Left = list[tuple[Any, Settled]]  # the tokens of instances that leave, and what came of them
+Give = Callable[[Left], None]
 Ended = Callable[[Any], Exception | None]  # from a token to why its instance is to end, if it is
 
 
@@ -202,7 +201,7 @@ class OpenAttempt(Attempt):
         return 0  # each is a call of its own
 
     @unguarded
-    def _next_round(self) -> list[Left]:
+    def _next_round(self) -> Left:
         """Computes what instances wait for, and the results of those that are done."""
         still_open = self._open_call.open
         done = [i for i in still_open if self._results[i] is not None]
@@ -216,10 +215,10 @@ class OpenAttempt(Attempt):
                 found = self.workspace.compute(np.array(values))[1]
             computed = dict(zip(values, rows_apart(found), strict=True))
         self._known.update((v, computed[v]) for v in wanted)
-        left = [Left(still_open.pop(i).token, self._result(i, computed), None) for i in done]
-        left += [Left(still_open.pop(i).token, None, error) for i, error in self.errors.items()]
+        settled = {i: Settled(self._result(i, computed), None) for i in done}
+        settled |= {i: Settled(None, error) for i, error in self.errors.items()}
         self.errors.clear()
-        return left
+        return [(still_open.pop(i).token, outcome) for i, outcome in settled.items()]
 
     def _result(self, instance: int, computed: dict[int, np.ndarray]) -> Any:
         found: InstanceResult = self._results[instance]

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jedbatch._batch.one_by_one import OneByOne, Settled, settled
-from jedbatch._control_flow.continuous import Joining, Left
+from jedbatch._batch.one_by_one import OneByOne, settled
+from jedbatch._control_flow.continuous import Joining, Settled
 from jedbatch._record.run.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
 from jedbatch.serve import tracing
@@ -180,10 +180,9 @@ class Worker:
                 self._taken(len(joining))
             return [Joining(request, request.instance) for request in joining]
 
-        def give(left: Sequence[Left]) -> None:
-            deep.extend(x.token for x in left if isinstance(x.error, RecursionError))
-            settled_now = [x for x in left if not isinstance(x.error, RecursionError)]
-            self._end([(x.token, Settled(x.result, x.error)) for x in settled_now])
+        def give(left: Outcomes) -> None:
+            deep.extend(r for r, x in left if isinstance(x.error, RecursionError))
+            self._end([(r, x) for r, x in left if not isinstance(x.error, RecursionError)])
 
         first = [Joining(request, request.instance) for request in requests]
         failed = self._one_by_one.serve(shared, first, take, give, self._ended_by, self._room)

@@ -44,8 +44,8 @@ def served(fn, params, instances, room, seed=None):
         return list(itertools.islice(coming, most))
 
     def give(some):
-        order.extend(x.token for x in some)
-        results.update((x.token, x.result if x.error is None else x.error) for x in some)
+        order.extend(token for token, _ in some)
+        results.update((t, x.result if x.error is None else x.error) for t, x in some)
 
     while first := list(itertools.islice(coming, 1)):
         left += one_by_one.serve((params,), first, take, give, never, room)
