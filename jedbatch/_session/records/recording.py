@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,7 +41,6 @@ from jedbatch._record.instances.key import (
     written_key,
 )
 from jedbatch._record.operations.floats import Floating, without_floats
-from jedbatch._record.operations.sequences import Sequenced
 from jedbatch._record.passes.coalesce import has_cells
 from jedbatch._record.run.constants import OTHER_LENGTHS, constants_made
 from jedbatch._record.run.rows import of_rows
@@ -88,6 +87,36 @@ def arrays_of(instances: Sequence[tuple], classes: ClassesMet) -> list[list[Any]
 def _subjects(instances: Sequence[tuple]) -> list[Any]:
     """Returns instances as their keys say them: the only mapped argument, or all of them."""
     return [x[0] if len(x) == 1 else x for x in instances]
+
+
+class Look(NamedTuple):
+    """Instances of a minibatch while their records are looked for, each in its place.
+
+    Attributes:
+      instances: as they are recorded: the mapped arguments, or what stands for them.
+      keys: of the records; None where there is none.
+      arrays: that inputs are read from.
+      changed: the instances of which some of these are others than those of what was given.
+    """
+
+    instances: list[Any]
+    keys: list[Hashable]
+    arrays: list[Any]
+    changed: set[int]
+
+    def change(self, i: int, key: Hashable, arrays: Sequence[Any], instance: Any = None) -> None:
+        """Has an instance another key and other arrays, and something stand for it if given."""
+        self.keys[i], self.arrays[i] = key, arrays
+        self.instances[i] = self.instances[i] if instance is None else instance
+        self.changed.add(i)
+
+    def written_key(self, i: int, classes: ClassesMet) -> tuple[Hashable, ...] | None:
+        """Returns the key of an instance as a tuple of tokens."""
+        key = self.keys[i]
+        if key is None or isinstance(key, tuple):
+            return key
+        (subject,) = _subjects([self.instances[i]])
+        return written_key(subject, classes)[0]
 
 
 @dataclass(frozen=True)
@@ -164,26 +193,24 @@ class Recording:
         known: list[Any] = list(map(cache.by_id.get, map(id, subjects)))
         records: list[Any] = [same and same[1] for same in known]
         nothing: Sequence[Any] = ()
+        keys: list[Hashable] = [None] * len(instances)
         arrays = [nothing] * len(instances)
         if None not in known:
             return records, arrays, [], len(instances)
-        keys: list[Hashable] = [None] * len(instances)
+        look = Look(list(instances), keys, arrays, set())
         others = [i for i, same in enumerate(known) if same is None]
         plain, constant = plain_keys([subjects[i] for i in others])
         are_plain = self.key is None and len(others) == len(keys) and None not in plain
         if are_plain:
-            keys = list(plain)
+            keys[:] = plain
         else:
-            self._take_keys(instances, others, plain, keys, arrays)
-        changed: dict[int, Any] = self._take_sequences(cache, instances, others, keys, arrays)
-        instances = [changed.get(i, x) for i, x in enumerate(instances)] if changed else instances
-        floating = self._take_floats(cache, instances, others, keys, arrays)
-        if floating:
-            instances = [floating.get(i, x) for i, x in enumerate(instances)]
-            changed |= floating
-        constants = self._take_constants(cache, instances, others, keys, arrays, read)
-        changed |= constants
-        are_plain = are_plain and not changed
+            self._take_keys(look, others, plain)
+        constants: dict[int, list[Any]] = {}
+        if self.key is None:
+            self._take_sequences(cache, look, others)
+            self._take_floats(cache, look, others)
+            constants = self._take_constants(cache, look, others, read)
+        are_plain = are_plain and not look.changed
         given = cache.look(keys, arrays)
         if are_plain:  # without arrays
             records = list(map(cache.by_key.get, keys))
@@ -201,11 +228,11 @@ class Recording:
         ]
         if not new:
             _set_short_apart(cache, records, arrays, given)
-            if self.key is None and not (are_plain or changed):
+            if self.key is None and not (are_plain or look.changed):
                 cache.keep(subjects, records, arrays)
             return records, arrays, [], len(instances)
         revision = cache.revision
-        mine, types = [instances[i] for i in new], [given[i] for i in new]
+        mine, types = [look.instances[i] for i in new], [given[i] for i in new]
         to_record = Instances(mine, [arrays[i] for i in new], new)
         if constants:
             made = [constants.get(i, []) for i in new]
@@ -231,101 +258,67 @@ class Recording:
         _set_short_apart(cache, records, arrays, given)
         kept = [i for i, k in zip(new, keep, strict=True) if k and keys[i] is not None]
         cache.keep_new([keys[i] for i in kept], [records[i] for i in kept])
-        if self.key is None and any(given) and len(kept) == len(new) and not changed:
+        if self.key is None and any(given) and len(kept) == len(new) and not look.changed:
             cache.keep(subjects, records, arrays)
         if self.key is None:
             # Those that stay have an identity of their own.
-            stay = set(itertools.compress(others, constant)).difference(changed)
+            stay = set(itertools.compress(others, constant)).difference(look.changed)
             same = [i for i in kept if i in stay and len(instances[i]) == 1]
             cache.keep_seen([subjects[i] for i in same], [records[i] for i in same])
         return records, arrays, tracers, len(instances) - len(new)
 
-    def _take_keys(
-        self,
-        instances: Sequence[tuple],
-        which: Sequence[int],
-        plain: Sequence[bytes | None],
-        keys: list[Hashable],
-        arrays: list[Any],
-    ) -> None:
+    def _take_keys(self, look: Look, which: Sequence[int], plain: Sequence[bytes | None]) -> None:
         """Writes the keys and the arrays of some instances, given the keys of plain trees."""
+        keys, arrays = look.keys, look.arrays
         for i, key in zip(which, plain, strict=True):
             keys[i] = key
             if key is None:
-                keys[i], arrays[i] = keyed(i, instances[i], self.classes)
+                keys[i], arrays[i] = keyed(i, look.instances[i], self.classes)
             if self.key is not None:
                 ids = list(map(id, arrays[i]))
                 form = [("array", *array_type(x), ids.index(id(x))) for x in arrays[i]]
-                keys[i] = ("given", self.key(*instances[i]), *form)
+                keys[i] = ("given", self.key(*look.instances[i]), *form)
 
-    def _take_sequences(
-        self,
-        cache: RecordCache,
-        instances: Sequence[tuple],
-        which: Sequence[int],
-        keys: list[Hashable],
-        arrays: list[Any],
-    ) -> dict[int, Sequenced]:
-        """Returns instances whose sequences are arrays; writes their keys and arrays."""
-        if self.key is not None or cache.lengths.off or not cache.sequences.are_looked_at:
-            return {}
-        found = {}
-        for k, made in cache.sequences.with_arrays([instances[i] for i in which]).items():
-            i = which[k]
-            key, own = keyed(i, tuple(made), self.classes)
+    def _take_sequences(self, cache: RecordCache, look: Look, which: Sequence[int]) -> None:
+        """Has sequences of instances be arrays."""
+        if cache.lengths.off or not cache.sequences.are_looked_at:
+            return
+        for k, made in cache.sequences.with_arrays([look.instances[i] for i in which]).items():
+            key, own = keyed(which[k], tuple(made), self.classes)
             if isinstance(key, tuple):
-                keys[i], arrays[i], found[i] = (*key, made.key(own)), own, made
-        return found
+                look.change(which[k], (*key, made.key(own)), own, made)
 
-    def _take_floats(
-        self,
-        cache: RecordCache,
-        instances: Sequence[tuple],
-        which: Sequence[int],
-        keys: list[Hashable],
-        arrays: list[Any],
-    ) -> dict[int, Floating]:
-        """Returns instances whose floats are operands; writes their keys and arrays."""
+    def _take_floats(self, cache: RecordCache, look: Look, which: Sequence[int]) -> None:
+        """Has floats of instances be operands."""
         floats = cache.floats
-        if self.key is not None or not floats.are_looked_at:
-            return {}
+        if not floats.are_looked_at:
+            return
         met = []
         for i in which:
-            key = keys[i]
-            if not isinstance(key, tuple):
-                subject = instances[i][0] if len(instances[i]) == 1 else instances[i]
-                key = written_key(subject, self.classes)[0]
+            key = look.written_key(i, self.classes)
             if key is None:
                 continue
             without, own = without_floats(key)
             if not own:
                 floats.note_none()
                 continue
-            form = floats.form(without, without_lengths if arrays[i] else None)
+            form = floats.form(without, without_lengths if look.arrays[i] else None)
             form.note(own)
             met.append((i, without, form, own))
-        found = {}
         for i, without, form, own in met:
-            made = floats.floating(instances[i], form, own)
+            made = floats.floating(look.instances[i], form, own)
             if made is not None:
-                found[i], operands = made
-                keys[i] = *without, ("floats", form.arithmetic.read)
-                arrays[i] = form.arrays(arrays[i], operands)
-        return found
+                arrays = form.arrays(look.arrays[i], made[1])
+                look.change(i, (*without, ("floats", form.arithmetic.read)), arrays, made[0])
 
     def _take_constants(
-        self,
-        cache: RecordCache,
-        instances: Sequence[tuple],
-        which: Sequence[int],
-        keys: list[Hashable],
-        arrays: list[Any],
-        read: Callable | None,
+        self, cache: RecordCache, look: Look, which: Sequence[int], read: Callable | None
     ) -> dict[int, list[Any]]:
-        """Returns the constants of instances that have some; writes their keys and arrays."""
+        """Has constants of instances be arrays; returns them, of instances that have some."""
         constants = cache.constants
-        if self.key is not None or cache.lengths.off or not constants.are_looked_for:
+        if cache.lengths.off or not constants.are_looked_for:
             return {}
+        instances, keys, arrays, _ = look
         by_key = {i: (cache.number, keys[i]) for i in which if keys[i] is not None}
         known = {i: constants.known.get(key) for i, key in by_key.items()}
         new = [i for i in which if known.get(i) is None]
@@ -342,13 +335,10 @@ class Recording:
                     constants.known[by_key[i]] = own
         found = {i: own for i, own in known.items() if own}
         for i, own in found.items():
-            key = keys[i]
-            if key is not None and not isinstance(key, tuple):
-                subject = instances[i][0] if len(instances[i]) == 1 else instances[i]
-                key = written_key(subject, self.classes)[0]
+            key = look.written_key(i, self.classes)
             tokens = [("array", *array_type(x)) for x in own]
-            keys[i] = None if key is None else (*key, ("constants", len(own)), *tokens)
-            arrays[i] = [*arrays[i], *own]
+            key = None if key is None else (*key, ("constants", len(own)), *tokens)
+            look.change(i, key, [*arrays[i], *own])
         return found
 
     @contextlib.contextmanager
