@@ -203,29 +203,13 @@ class RecordCache:
         """Instances whose graphs are kept; those that differ in values alone count once."""
         return sum(len(memories.by_key) for memories in list(self._known.values()))
 
-    def recall(
-        self, instances: list[Any], reached: Reached
-    ) -> tuple[list[Record], list[list[Array]]] | None:
-        """Returns the records of instances with arrays, and these; None unless all are known.
-
-        Args:
-          instances: to find.
-          reached: what recordings read besides; not the arrays, which may be others.
-        """
-        if not self.with_arrays.bytes or reached.number != self.number:
-            return None
-        found = self.with_arrays.find(instances, self._learned)
-        if found is not None:
-            self.lengths.none_apart()
-        return found
-
     def keep(
         self,
         instances: list[Any],
         records: Sequence[Record],
         arrays: Sequence[Sequence[Array]],
     ) -> None:
-        """Keeps records of instances for `recall`, unless some are told apart for a reason.
+        """Keeps records, to be found by arrays, unless instances are told apart for a reason.
 
         Args:
           instances: all of a minibatch.
@@ -233,19 +217,10 @@ class RecordCache:
           arrays: theirs.
         """
         if self.lengths.apart is None:
-            self.with_arrays.keep(instances, records, arrays, self._learned)
-
-    def keep_new(self, keys: Sequence[Hashable], records: Sequence[Record]) -> None:
-        """Keeps records by keys that differ and are not known yet."""
-        self.by_key.add(zip(keys, records, strict=True))
-
-    def keep_seen(self, instances: Sequence[Any], records: Sequence[Record]) -> None:
-        """Keeps records by the identity of instances that cannot change and are not known yet."""
-        pairs = zip(instances, records, strict=True)
-        self.by_id.add(zip(map(id, instances), pairs, strict=True))
+            self.with_arrays.keep(instances, records, arrays, self.learned)
 
     @property
-    def _learned(self) -> Hashable:
+    def learned(self) -> Hashable:
         """Changes whenever an instance with arrays may have another record than before."""
         return self.lengths.changes, *self.assumed()
 

@@ -150,10 +150,14 @@ class Recording:
           instances: the mapped arguments of each.
           reached: what the function reads besides its arguments.
         """
-        if self.key is not None:
+        kept = cache.with_arrays
+        if self.key is not None or not kept.bytes or reached.number != cache.number:
             return None
-        found = cache.recall(_subjects(instances), reached)
-        return None if found is None else cache.expansion.expand(*found)
+        found = kept.find(_subjects(instances), cache.learned)
+        if found is None:
+            return None
+        cache.lengths.none_apart()
+        return cache.expansion.expand(*found)
 
     def find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None = None):
         """(records of the instances, their arrays, closed-over tracers, how many were known).
@@ -257,14 +261,14 @@ class Recording:
                 records[i] = fresh[i if k is None else first[k]]
         _set_short_apart(cache, records, arrays, given)
         kept = [i for i, k in zip(new, keep, strict=True) if k and keys[i] is not None]
-        cache.keep_new([keys[i] for i in kept], [records[i] for i in kept])
+        cache.by_key.add([(keys[i], records[i]) for i in kept])
         if self.key is None and any(given) and len(kept) == len(new) and not look.changed:
             cache.keep(subjects, records, arrays)
         if self.key is None:
             # Those that stay have an identity of their own.
             stay = set(itertools.compress(others, constant)).difference(look.changed)
             same = [i for i in kept if i in stay and len(instances[i]) == 1]
-            cache.keep_seen([subjects[i] for i in same], [records[i] for i in same])
+            cache.by_id.add([(id(subjects[i]), (subjects[i], records[i])) for i in same])
         return records, arrays, tracers, len(instances) - len(new)
 
     def _take_keys(self, look: Look, which: Sequence[int], plain: Sequence[bytes | None]) -> None:
