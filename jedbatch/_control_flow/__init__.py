@@ -4,23 +4,19 @@ Read in this order:
 
 1. `fibers`: Instances that take turns: each runs until it needs a value that is not computed yet.
 2. `growth`: The capacity of the programs of rounds, and how it grows.
-3. `growing_array`: `GrowingArray`: what is recorded, as arrays that grow at their end.
-4. `steps`: `Steps`: what an instance records between two decisions, and whether it records the
+3. `steps`: `Steps`: what an instance records between two decisions, and whether it records the
    same again.
-5. `recorded`: `Recorded`: what instances have recorded since the last round, told apart from
+4. `recorded`: `Recorded`: what instances have recorded since the last round, told apart from
    anything else.
-6. `recorded_graph`: `RecordedGraph`: all that was recorded, as one graph that grows, and the rows
+5. `recorded_graph`: `RecordedGraph`: all that was recorded, as one graph that grows, and the rows
    of its values.
-7. `rounds_as_one`: All rounds of a call as one graph and one schedule, as the reverse undoes
-   them at once.
-8. `templates`: Templates of rounds, made of rounds that ran.
-9. `depths`: How many steps to run ahead: as many as earlier calls say, or else twice as many each
+6. `depths`: How many steps to run ahead: as many as earlier calls say, or else twice as many each
    time.
-10. `scripts`: Scripts: the values that an instance will ask for, as far as they are there already.
-11. `ahead`: Running ahead: steps of a loop that are computed before Python asks for them.
-12. `workspace`: Values computed a few at a time: arenas that stay on the device and grow.
-13. `moving`: `Moving`: which values depend on what a call is differentiated with respect to.
-14. `attempt`: `Attempt`: the rounds of a call, unless it has to begin again.
-15. `rounds`: Control flow on values: compute what is recorded, decide, record on.
-16. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
+7. `scripts`: Scripts: the values that an instance will ask for, as far as they are there already.
+8. `ahead`: Running ahead: steps of a loop that are computed before Python asks for them.
+9. `workspace`: Values computed a few at a time: arenas that stay on the device and grow.
+10. `moving`: `Moving`: which values depend on what a call is differentiated with respect to.
+11. `attempt`: `Attempt`: the rounds of a call, unless it has to begin again.
+12. `rounds`: Control flow on values: compute what is recorded, decide, record on.
+13. `continuous`: Rounds that instances join while they run, and leave as soon as they are done.
 """

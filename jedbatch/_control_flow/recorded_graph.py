@@ -3,24 +3,61 @@
 What instances record is taken up when it is needed. Where rounds are like rounds before, it is not:
 rows of values and inputs are all that the next round asks for, and they are known at once. So nodes
 of several rounds may be taken up together, with the lanes that they have got by then.
+
+When all is done, the rounds are one graph and one schedule, as the reverse undoes them at once
+(`as_one`). A round that ran is the template of others that are recorded like it (`template_of`, see
+`_program.round_template`).
 """
 
+import collections
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from jedbatch._control_flow.growing_array import GrowingArray
 from jedbatch._control_flow.recorded import Recorded
 from jedbatch._graph.graph import Graph
+from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import distinct, int64_of, pointers, ranges
 from jedbatch._jaxpr.storage import Kind, stored
 from jedbatch._program.capacity import round_up
-from jedbatch._program.round_template import NOT_RUN, RoundTemplate
+from jedbatch._program.placement import Placement
+from jedbatch._program.round_template import NOT_RUN, RoundTemplate, TemplateInputs, find_sources
 from jedbatch._record.calls.fast_path import lists_of_ints
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.trace import host_rows
+from jedbatch._schedule.schedule import Schedule
+from jedbatch._support.types import Array, Dtype
 
 References = Mapping[Kind, Sequence[int]]  # by arena: values, and inputs as `-1 - i`
+
+
+class GrowingArray:
+    """An array that grows at its end."""
+
+    def __init__(self, dtype: Dtype):
+        self._data = np.empty(256, dtype)
+        self._size = 0
+
+    def extend(self, values: Array) -> None:
+        """Appends an array."""
+        size = self._size + len(values)
+        if size > len(self._data):
+            self._data = np.resize(self._data, 2 * size)
+        self._data[self._size : size] = values
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def array(self) -> np.ndarray:
+        """All so far; a view."""
+        return self._data[: self._size]
+
+    def take(self, indices: np.ndarray) -> np.ndarray:
+        """Returns the items at some places; anything for those out of bounds."""
+        return self._data.take(indices, mode="clip")
 
 
 class RecordedGraph:
@@ -315,3 +352,114 @@ class RecordedGraph:
         """int64[...], the rows of values and of inputs; below 0 if they have none yet."""
         of_inputs = self.input_row.take(-1 - values)
         return np.where(values < 0, of_inputs, self.value_row.take(values))
+
+
+def as_one(
+    recorded: RecordedGraph,
+    rounds: Sequence[tuple[np.ndarray, Placement]],
+    chunks: Sequence[tuple[InputRows, int, np.ndarray]],
+    returned: Mapping[Kind, Sequence[int]],
+) -> tuple[np.ndarray, Graph, Schedule, dict[Kind, list[int]]]:
+    """Returns (the nodes that ran, their graph, its batches, what each arena returns).
+
+    Args:
+      recorded: all that was recorded.
+      rounds: the nodes of each, and the same in batches.
+      chunks: inputs in the order of their rows, with the instance and the numbers of each chunk.
+      returned: values by arena, as they were recorded; in the result, as they are in the graph.
+    """
+    recorded.take_up()
+    nodes = np.concatenate([round_nodes for round_nodes, _ in rounds])
+    nodes = nodes[np.lexsort((nodes, recorded.node_owner.array[nodes]))]
+    order = [numbers for _, _, numbers in chunks]
+    place = np.full(len(recorded.input_row), -1)
+    inputs = np.concatenate(order) if order else np.zeros(0, np.int64)
+    place[inputs] = np.arange(len(inputs))
+    local_node = np.full(len(recorded.node_type), -1)
+    local_node[nodes] = np.arange(len(nodes))
+    part = recorded.part(nodes)
+    value = np.full(len(recorded.value_node), -1)
+    value[recorded.values_of(nodes)] = np.arange(part.num_values)
+
+    def moved(references: np.ndarray) -> np.ndarray:
+        inner = references >= 0
+        new_references = np.empty(len(references), np.int32)
+        new_references[inner] = value[references[inner]]
+        new_references[~inner] = -1 - place[-1 - references[~inner]]
+        return new_references
+
+    read = recorded.operands_of(nodes)
+    graph = replace(part, operand=moved(read), inputs=tuple(chunk for chunk, _, _ in chunks))
+    schedules = [placed.schedule for _, placed in rounds]
+    sizes = np.concatenate([np.diff(s.node_ptr) for s in schedules])
+    batches = [local_node[own[placed.schedule.node]] for own, placed in rounds]
+    every = Schedule(
+        np.concatenate([s.batch_type for s in schedules]),
+        pointers(sizes),
+        np.concatenate(batches).astype(np.int32),
+    )
+    return nodes, graph, every, {k: moved(np.array(v)).tolist() for k, v in returned.items()}
+
+
+def template_of(
+    graph: RecordedGraph, new: Recorded, nodes: np.ndarray, placed: Placement, values: np.ndarray
+) -> RoundTemplate | None:
+    """Returns the template of the round that ran last; None if it cannot be repeated.
+
+    A round that runs nodes of earlier rounds cannot.
+
+    Args:
+      graph: all that was recorded.
+      new: what was recorded since the round before.
+      nodes: those that ran.
+      placed: the same in batches.
+      values: what was wanted.
+    """
+    first, registry, layout = new.first, graph.recorder.registry, placed.layout
+    place, operand = new.node_places(nodes), new.counted(graph.operands_of(nodes))
+    inputs = distinct(-1 - first.inputs - operand[operand < -first.inputs])
+    groups = distinct(new.groups[inputs]).tolist()
+    if (place < 0).any():
+        return None
+    num_nodes, num_values = len(new.calls), new.num_values
+    own_nodes, own_values = (
+        new.nodes_at(np.arange(num_nodes)),
+        new.values_at(np.arange(num_values)),
+    )
+    value_node = graph.value_node.array[own_values]
+    source, old = find_sources(operand, first.values, first.inputs, num_values, inputs)
+    arity = np.diff(graph.operand_ptr.array)[own_nodes]
+    places = ranges(pointers(arity)[place], arity[place])[old]
+    node_type = graph.node_type.array
+    kernel = np.zeros(len(registry.types), np.int64)
+    kernel[list(placed.type_ids)] = np.arange(len(placed.type_ids))
+    position = np.full(num_nodes, -1)
+    position[place] = np.arange(len(nodes))
+    runs = position[new.node_places(value_node)]
+    slot = own_values - graph.value_ptr.array[value_node]
+    pending = node_type[own_nodes[position < 0]]
+    return RoundTemplate(
+        placed,
+        place,
+        np.where(runs < 0, 0, kernel[node_type[value_node]]),
+        np.append(layout.lane, NOT_RUN)[runs],
+        np.where(runs < 0, 0, slot),
+        source,
+        places,
+        inputs,
+        len(new.groups),
+        tuple([_inputs_of(graph, new, inputs, g) for g in groups]),
+        {kind: new.value_places(own) for kind, own in graph.by_kind(values).items()},
+        collections.Counter(pending.tolist()),
+    )
+
+
+def _inputs_of(
+    graph: RecordedGraph, new: Recorded, inputs: np.ndarray, group: int
+) -> TemplateInputs:
+    """Returns those among the inputs of a round that belong to a group."""
+    registry = graph.recorder.registry
+    value_type = registry.value_types[registry.groups[group][1]]
+    places = np.flatnonzero(new.groups[inputs] == group)
+    numbers, (is_brought,) = inputs[places].tolist(), graph.is_brought([group])
+    return TemplateInputs(value_type, graph.kind_of_group(group), places, numbers, is_brought)

@@ -26,9 +26,7 @@ import numpy as np
 from jedbatch._control_flow.ahead import Ahead, RanAhead, foresee, room_ahead, steps_that_fit
 from jedbatch._control_flow.growth import FIRST_GROWTH, NO_CAPACITY, grown_program
 from jedbatch._control_flow.recorded import Beginning, Recorded
-from jedbatch._control_flow.recorded_graph import RecordedGraph, References
-from jedbatch._control_flow.rounds_as_one import as_one
-from jedbatch._control_flow.templates import template_of
+from jedbatch._control_flow.recorded_graph import RecordedGraph, References, as_one, template_of
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import distinct

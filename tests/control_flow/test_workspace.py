@@ -5,8 +5,8 @@ import pytest
 from cases import programs
 
 import jedbatch
-from jedbatch._control_flow.growing_array import GrowingArray
 from jedbatch._control_flow.growth import NO_CAPACITY, grown_program
+from jedbatch._control_flow.recorded_graph import GrowingArray
 from jedbatch._kernel.target import CPU
 from jedbatch._layout.bucketing import in_blocks
 from jedbatch._program.capacity import Capacity
