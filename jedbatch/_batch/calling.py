@@ -159,8 +159,7 @@ def run_stepwise(
         core.environment.meet(core.recording.classes)
         given = core.recording.fn, session, instances, core.arguments.join, core.policy
         results_of = functools.partial(core.results, stacked=False if on_host else None)
-        stepwise = Stepwise(*given, results_of, on_host=on_host)
-        stepwise.check = check
+        stepwise = Stepwise(*given, results_of, on_host, check)
         reached, compiled = core.environment.look(), session.programs.compilations
         before = compiled["round"]
         try:

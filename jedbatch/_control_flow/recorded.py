@@ -11,6 +11,7 @@ between them.
 """
 
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ class Beginning(NamedTuple):
         )
 
 
+@dataclass(eq=False)
 class Recorded:
     """The part of a recording that came since a round began.
 
@@ -54,17 +56,10 @@ class Recorded:
         (see `_control_flow.steps`); None if all that was recorded belongs to the round.
     """
 
-    def __init__(
-        self,
-        first: Beginning,
-        recorder: Recorder,
-        turns: list[int],
-        tails: np.ndarray | None = None,
-    ):
-        self.first = first
-        self.recorder = recorder
-        self.turns = turns
-        self.tails = tails
+    first: Beginning
+    recorder: Recorder
+    turns: list[int]
+    tails: np.ndarray | None = None
 
     @functools.cached_property
     def calls(self) -> np.ndarray:

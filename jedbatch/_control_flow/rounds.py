@@ -25,6 +25,7 @@ recorded when one value is read, which ends batching; waiting in turns does not.
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -58,49 +59,35 @@ def _cotangent(x: Array) -> Any:
     return None if isinstance(x, SymbolicZero) else x
 
 
+@dataclass(eq=False)
 class Stepwise:
     """One call of a batched function that decides on values.
 
     Attributes:
+      fn: the function of one instance.
+      session: what is kept from call to call.
+      instances: the mapped arguments of each instance.
+      join: makes the arguments of `fn` from the shared and the mapped ones.
+      policy: chooses batches.
+      results: from outcomes and references of their leaves to (what each arena returns, form).
+      on_host: whether results are arrays of NumPy; they are a list then.
+      check: is called before each round, if there is one, and may raise an error to end the call.
       rounds: what ran so far.
       tracers: of an outer transformation, met while recording.
-      check: is called before each round, if there is one, and may raise an error to end the call.
-      fn, session, instances, join, policy, results, on_host: what it was made of.
     """
 
-    def __init__(
-        self,
-        fn: Callable,
-        session: Session,
-        instances: Sequence[Sequence[PyTree]],
-        join: Callable,
-        policy: Policy,
-        results: Callable[[Sequence[InstanceResult], np.ndarray], Returned],
-        on_host: bool = False,
-    ):
-        """Prepares a call.
-
-        Args:
-          fn: the function of one instance.
-          session: what is kept from call to call.
-          instances: the mapped arguments of each instance.
-          join: makes the arguments of `fn` from the shared and the mapped ones.
-          policy: chooses batches.
-          results: from outcomes and references of their leaves to (what each arena returns, form).
-          on_host: whether results are arrays of NumPy; they are a list then.
-        """
-        self.rounds: list[Round] = []
-        self.fn = fn
-        self.session = session
-        self.instances = instances
-        self.join = join
-        self.policy = policy
-        self.results = results
-        self.on_host = on_host
-        self.tracers: Sequence[Leaf] = ()
-        self.check: Callable[[], object] | None = None
-        self._names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
-        self._attempt: Attempt | None = None  # the latest
+    fn: Callable
+    session: Session
+    instances: Sequence[Sequence[PyTree]]
+    join: Callable
+    policy: Policy
+    results: Callable[[Sequence[InstanceResult], np.ndarray], Returned]
+    on_host: bool = False
+    check: Callable[[], object] | None = None
+    rounds: list[Round] = field(default_factory=list)
+    tracers: Sequence[Leaf] = ()
+    _names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
+    _attempt: Attempt | None = None  # the latest
 
     def run(
         self, leaves: Sequence[Leaf], arrays: Sequence[Sequence[Array]], reached: Reached

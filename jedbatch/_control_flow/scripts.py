@@ -7,6 +7,7 @@ that it brings included, and the value that it asks for is the next one of its s
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,55 +43,45 @@ def same_number(a: Any, b: Any) -> bool:
     return type(a) is not float or a != 0 or math.copysign(1.0, a) == math.copysign(1.0, b)
 
 
+@dataclass(eq=False)
 class Script:
     """The values that an instance will ask for.
 
     Attributes:
+      values: at the ends of the step before and of all steps that are foreseen.
+      numbers: that the instance brings.
+      bound: below which numbers have to be, and not negative, to be foreseen; or None.
+      inputs: the values of all inputs that are recorded.
       begins: int64[4], the sizes of the recording when the instance went on.
+      num_inputs: that each step records.
       done: how many steps it took as foreseen.
     """
 
-    def __init__(
-        self,
-        values: np.ndarray,
-        numbers: Sequence[ForeseenNumber],
-        bound: int | None,
-        inputs: Sequence[Any],
-    ):
-        """Makes a script.
-
-        Args:
-          values: at the ends of the step before and of all steps that are foreseen.
-          numbers: that the instance brings.
-          bound: below which numbers have to be, and not negative, to be foreseen; or None.
-          inputs: the values of all inputs that are recorded.
-        """
-        self.done = 0
-        self.begins = np.zeros(4, np.int64)
-        self._first_input = self._num_inputs = 0
-        self._values = values
-        self._numbers = numbers
-        self._bound = bound
-        self._inputs = inputs
+    values: np.ndarray
+    numbers: Sequence[ForeseenNumber]
+    bound: int | None
+    inputs: Sequence[Any]
+    begins: np.ndarray = field(default_factory=lambda: np.zeros(4, np.int64))
+    num_inputs: int = 0
+    done: int = 0
 
     def begin(self, step: np.ndarray) -> None:
         """Notes that the instance goes on, given int64[17], its step (see `Steps`)."""
         self.begins = step[NOW].copy()
-        self._num_inputs = int(step[COUNTS][INPUTS])  # which other steps will change
-        self._first_input = int(self.begins[INPUTS])
+        self.num_inputs = int(step[COUNTS][INPUTS])  # which other steps will change
 
     def next_value(self) -> np.ndarray | None:
         """Returns the value at the end of a step like the one before; None if it is not there."""
-        if self.done + 1 == len(self._values) or (self._numbers and not self._has_numbers()):
+        if self.done + 1 == len(self.values) or (self.numbers and not self._has_numbers()):
             return None
         self.done += 1
-        return self._values[self.done, ...]
+        return self.values[self.done, ...]
 
     def _has_numbers(self) -> bool:
         """Returns whether the numbers of the step that ends are those foreseen."""
-        first = self._first_input + self.done * self._num_inputs
-        for place, how, latest, by in self._numbers:
-            x = self._inputs[first + place]
+        first = int(self.begins[INPUTS]) + self.done * self.num_inputs
+        for place, how, latest, by in self.numbers:
+            x = self.inputs[first + place]
             if how == STAYS:
                 if not same_number(x, latest):
                     return False
@@ -98,8 +89,8 @@ class Script:
             if how == COUNTS_ON:
                 latest += (self.done + 1) * by
             elif type(x) in NUMBERS:
-                latest = type(x)(self._values[self.done])
-            is_there = self._bound is None or type(x) is not int or 0 <= x < self._bound
+                latest = type(x)(self.values[self.done])
+            is_there = self.bound is None or type(x) is not int or 0 <= x < self.bound
             if not same_number(x, latest) or not is_there:
                 return False
         return True

@@ -1,6 +1,7 @@
 """`OutsideValues`: what programs read besides instances: shared arguments, arrays from outside."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from jedbatch._record.types.registry import Registry
 from jedbatch._support.types import Leaf
 
 
+@dataclass(eq=False)
 class OutsideValues:
     """Values that the kernels of a structure of shared arguments read besides operands.
 
@@ -19,8 +21,8 @@ class OutsideValues:
       environment: what the function reads besides its arguments; None if that does not change.
     """
 
-    def __init__(self, registry: Registry, environment: Environment | None):
-        self.registry, self.environment = registry, environment
+    registry: Registry
+    environment: Environment | None
 
     def read(self, closed_over: Sequence[int], leaves: Sequence[Leaf], tracers: Any) -> list[Any]:
         """Returns leaves of shared arguments, and closed-over values (see `SharedValue`)."""

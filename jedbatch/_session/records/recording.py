@@ -507,6 +507,7 @@ def record_and_warn(
     return records, recorded.caching, recorded.tracers
 
 
+@dataclass(eq=False)
 class RaggedRecording:
     """Recording instances for all lengths at once.
 
@@ -518,15 +519,12 @@ class RaggedRecording:
       asked: what was asked about lengths while each instance was recorded.
     """
 
-    def __init__(
-        self, cache: RecordCache, instances: Instances, given: Sequence[RaggedTypes | None]
-    ):
-        self.cache = cache
-        self.instances = instances
-        self.given = given
-        self.number = 0
-        self.failed: dict[int, Exception] = {}
-        self.asked: dict[int, Questions] = {}
+    cache: RecordCache
+    instances: Instances
+    given: Sequence[RaggedTypes | None]
+    number: int = 0
+    failed: dict[int, Exception] = field(default_factory=dict)
+    asked: dict[int, Questions] = field(default_factory=dict)
 
     def record(self, record: Callable) -> tuple[list[Record], list[bool], list[Any]]:
         """Returns the result of `record`, with ragged parts cut out of the graphs.
