@@ -110,7 +110,6 @@ class Attempt:
         self._known: dict[int, np.ndarray] = {}  # results and inputs, by reference
         self._known_shared: dict[int, np.ndarray] = {}
         self._readable: set[int] = set()  # types of values that Python may read
-        self._rounds_like: dict[Layout, Round] = {}
         self._waited: dict[int, tuple[int, int]] = {}  # how often, and the last round, by instance
         self._results: list[Any] = [None] * len(call.instances)
         self._steps = Steps(self.recorder, len(call.instances))
@@ -368,13 +367,8 @@ class Attempt:
 
     def _note_round(self, layout: Layout, instances: int, start: float, num_ahead: int = 0) -> None:
         """Notes what ran in a round, for those who waited for it."""
-        like = self._rounds_like.get(layout)
-        if like is None:
-            like = self._rounds_like[layout] = Round.of(layout, 0, 0.0)
-        if num_ahead:
-            like = like.and_ahead(num_ahead)
-        seconds = time.perf_counter() - start
-        self._call.rounds.append(replace(like, instances=instances, seconds=seconds))
+        made = Round.of(layout, instances, time.perf_counter() - start)
+        self._call.rounds.append(made.and_ahead(num_ahead) if num_ahead else made)
 
     @unguarded
     def last(self, start: float) -> Any:
