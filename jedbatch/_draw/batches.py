@@ -1,11 +1,12 @@
 """Drawing schedules: which nodes run together, and when."""
 
+import functools
 import math
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jedbatch._draw.graph import MAX_NODES, PLOT_HEIGHT, Bundles, described_nodes, draw_edges, span
+from jedbatch._draw.graph import MAX_NODES, PLOT_HEIGHT, Bundles, described_nodes, draw_edges
 from jedbatch._draw.styles import StyleField, TypeStyles, binned
 from jedbatch._graph.graph import Graph
 from jedbatch._schedule.schedule import Schedule, lower_bound
@@ -170,19 +171,12 @@ def _draw_steps(
     batches = np.bincount(place, minlength=columns * len(styles))
     wide = max(0.8, lanes.pitch * (0.78 if edges else 0.86))
 
-    def at(place: int) -> tuple[float, float]:
-        return lanes.x(place // len(styles)), lanes.middle(place % len(styles))
-
-    def named(place: int) -> str:
-        column, k = divmod(place, len(styles))
-        where = span("batch", "batches", first[column], first[column + 1])
-        return f"{styles.names[k]} in {where}"
-
+    named = functools.partial(lanes.named, where="in", step="batch", steps="batches")
     if edges:
-        bundles.draw(canvas, styles, at, named)
+        bundles.draw(canvas, styles, lanes.at, named)
     most = max(1, count.max(initial=1))
     for where in np.flatnonzero(batches).tolist():
-        number, (x, y) = int(count[where]), at(where)
+        number, (x, y) = int(count[where]), lanes.at(where)
         tall = max(2.0, 0.86 * lanes.tall * (number / most) ** 0.5)
         marks: dict[str, Any] = {
             "title": f"{counted(number, 'node')}: {named(where)}",

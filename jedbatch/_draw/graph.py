@@ -11,6 +11,7 @@ Sources: Sugiyama, Tagawa and Toda, Methods for visual understanding of hierarch
 structures, 1981 (levels, sweeps); Reingold and Tilford, Tidier drawings of trees, 1981.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -278,29 +279,17 @@ def _draw_levels(graph: Graph, styles: TypeStyles, title: str) -> Picture:
     largest = 0.46 * min(lanes.pitch, lanes.tall)
     radius = np.where(count, np.maximum(2, largest * np.sqrt(count / max(1, count.max()))), 0)
 
-    def at(place: int) -> tuple[float, float]:
-        return lanes.x(place // len(styles)), lanes.middle(place % len(styles))
-
-    def named(place: int) -> str:
-        column, k = divmod(place, len(styles))
-        levels = span("level", "levels", first[column], first[column + 1])
-        return f"{styles.names[k]} at {levels}"
-
-    bundles.draw(canvas, styles, at, named)
+    named = functools.partial(lanes.named, where="at", step="level", steps="levels")
+    bundles.draw(canvas, styles, lanes.at, named)
     for where in np.flatnonzero(count).tolist():
         k = where % len(styles)
-        number, (x, y) = int(count[where]), at(where)
+        number, (x, y) = int(count[where]), lanes.at(where)
         hint = f"{counted(number, 'node')}: {named(where)}"
         marks = {"data_kind": "nodes", "data_count": str(number)}
         canvas.circle(x, y, radius[where], fill=styles.colours[k], title=hint, **marks)
         if text_width(f"{number}", 10) <= 2 * radius[where] - 3:
             canvas.text(x, y + 3.5, f"{number}", size=10, anchor="middle", fill="white")
     return canvas.picture(lanes.bottom)
-
-
-def span(noun: str, plural: str, first: int, end: int) -> str:
-    """`level 3`, or `levels 3–5` of those before the end."""
-    return f"{noun} {first}" if end == first + 1 else f"{plural} {first}–{end - 1}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -126,12 +126,16 @@ class StyleField:
     """A field with a lane for every style of nodes, in columns from left to right.
 
     Attributes:
+      styles: of the lanes.
+      first: the step with which each column begins, and how many steps there are.
       left, top: its upper left corner, right of the names.
       pitch: pixels from column to column.
       tall: pixels of a lane.
       bottom: the lowest line that it takes.
     """
 
+    styles: TypeStyles
+    first: Sequence[int]
     left: float
     top: float
     pitch: float
@@ -153,7 +157,7 @@ class StyleField:
         left, pitch, width = StyleField.fit(styles, columns)
         tall = min(72.0, (HEIGHT - 66 - canvas.top) / max(1, len(styles)))
         end = canvas.top + tall * len(styles)
-        lanes = StyleField(left, canvas.top, pitch, tall, end + 34)
+        lanes = StyleField(styles, first, left, canvas.top, pitch, tall, end + 34)
         for k, (colour, text, hint) in enumerate(styles.legend()):
             y = lanes.middle(k)
             if k % 2 == 0:
@@ -178,3 +182,14 @@ class StyleField:
     def middle(self, kind: float) -> float:
         """The middle of a lane."""
         return self.top + (kind + 0.5) * self.tall
+
+    def at(self, place: int) -> tuple[float, float]:
+        """The middle of a place, as `binned` numbers them."""
+        return self.x(place // len(self.styles)), self.middle(place % len(self.styles))
+
+    def named(self, place: int, where: str, step: str, steps: str) -> str:
+        """A place in words, such as `leaf at level 3`, or `leaf at levels 3–5`."""
+        column, k = divmod(place, len(self.styles))
+        begin, end = self.first[column : column + 2]
+        span = f"{step} {begin}" if end == begin + 1 else f"{steps} {begin}–{end - 1}"
+        return f"{self.styles.names[k]} {where} {span}"
