@@ -122,12 +122,12 @@ def _mapped_program(
     program = None if key is None else session.mapped_again.get(key)
     if program is not None:
         return program if program.takes(instances.arrays) else None
-    first = instances.first()
-    recorded = session.unless_decides(lambda read: core.record(session, [first.arguments], read))
+    rows, arguments = instances.first()
+    recorded = session.unless_decides(lambda read: core.record(session, [arguments], read))
     if recorded is None or recorded.tracers:  # it closes over values of an outer transformation
         return None
     (record,), (arrays,) = recorded.records, recorded.arrays
-    program = session.mapped_program(record, arrays, first.rows, instances)
+    program = session.mapped_program(record, arrays, rows, instances)
     if program is not None and recorded.num_known:
         key = session.mapped_key(recorded.reached.number, instances)
         if key is not None:

@@ -46,10 +46,10 @@ class StackedInstances(NamedTuple):
     num_rows: int
     structure: PyTreeDef
 
-    def first(self) -> "FirstInstance":
-        """Returns the first instance, cut out of the arrays."""
+    def first(self) -> tuple[list[Array], tuple[Any, ...]]:
+        """Returns (the first rows of the arrays, the mapped arguments that hold these)."""
         rows = [first_row(x) for x in self.arrays]
-        return FirstInstance(rows, jax.tree.unflatten(self.structure, rows))
+        return rows, jax.tree.unflatten(self.structure, rows)
 
     def key(self) -> Hashable | None:
         """Returns a key, equal where instances are recorded as the same graph; None if not known.
@@ -76,18 +76,6 @@ def first_row(x: Array) -> Array:
         return jax.reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))[0, ...]
     row = PartitionSpec(*sharding.spec[1:])
     return x.at[0].get(out_sharding=NamedSharding(sharding.mesh, row))
-
-
-class FirstInstance(NamedTuple):
-    """The first of some instances that are rows.
-
-    Attributes:
-      rows: of the arrays.
-      arguments: the mapped ones, which hold these rows.
-    """
-
-    rows: list[Array]
-    arguments: tuple[Any, ...]
 
 
 @dataclass(frozen=True)
