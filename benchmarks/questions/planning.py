@@ -16,6 +16,7 @@ by `Batched.plans` in a thread, two ahead.
 
 import itertools
 import os
+import pickle
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ import numpy as np
 
 import jedbatch
 from benchmarks import common, edbatch
-from jedbatch._batch.processes import Pool, received
+from jedbatch._batch.processes import Pool
 from jedbatch.data import num_nodes
 from jedbatch.models import tree
 
@@ -94,11 +95,10 @@ def elsewhere(fn: jedbatch.Batched, params: Any, every: list[list[Any]]) -> floa
     use(KEYS[0])
     planner = fn.planner(params, every[0], gradient=False)
     pool = Pool(planner, 1)
-    pool.wait()
 
     def attached(few: list[list[Any]]) -> list[Any]:
         futures = [pool.submit([(x,) for x in instances]) for instances in few]
-        return [planner.attach(received(future)) for future in futures]
+        return [planner.attach(pickle.loads(future.result())) for future in futures]
 
     attached(every[:3])
     start = time.process_time()
