@@ -22,12 +22,9 @@ from jedbatch._batch.warming import cut_evenly, one_of_each, reserve
 from jedbatch._control_flow.continuous import (
     GENERATION,
     Continuous,
-    Ended,
-    Give,
     Joining,
     Left,
     Settled,
-    Take,
 )
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.transfers import fetched
@@ -115,40 +112,6 @@ class OneByOne:
 
         return fetch
 
-    def serve(
-        self,
-        shared: tuple[Any, ...],
-        first: Sequence[Joining],
-        take: Take,
-        give: Give,
-        ended: Ended,
-        room: int,
-    ) -> list[Joining]:
-        """Runs rounds that instances join, of a function that decides on values.
-
-        Args:
-          shared: the shared arguments.
-          first: instances that begin.
-          take: is asked between rounds who joins.
-          give: is told who leaves.
-          ended: is asked before each round who is to leave with an error.
-          room: how many run at once.
-
-        Returns:
-          Those that are left because a round failed.
-        """
-        core = self.core
-        session, leaves = core.session(shared)
-        call = Continuous(core.recording.fn, session, core.arguments.join, core.policy, room)
-        with core.planning:
-            reached = core.environment.look()
-            try:
-                session.records.read(reached)
-                return call.serve(leaves, reached, first, take, give, ended)
-            finally:
-                session.records.nothing_to_read()
-                core.environment.settle(reached)
-
     def warm(
         self, shared: tuple[Any, ...], sample: Sequence[tuple[Any, ...]], sizes: Sequence[int]
     ) -> None:
@@ -189,7 +152,8 @@ class OneByOne:
         def give(left: Left) -> None:
             errors.extend(x.error for _, x in left if x.error is not None)
 
-        failed = self.serve(shared, take(room), take, give, lambda _: None, room)
+        call = Continuous(self.core, shared, room)
+        failed = call.serve(take(room), take, give, lambda _: None)
         if failed:
             self.run(shared, [x.instance for x in failed])  # which says why
         if errors:

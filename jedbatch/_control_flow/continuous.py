@@ -37,9 +37,8 @@ from jedbatch._program.host_arrays import rows_apart
 from jedbatch._record.cell import pause
 from jedbatch._record.identity.environment import Reached
 from jedbatch._record.run.trace import begin_recording, ending, trace_of_caller
-from jedbatch._schedule.policy import Policy
+from jedbatch._session.core import Core
 from jedbatch._session.records.recording import keyed
-from jedbatch._session.session import Session
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.restored import Restored
 from jedbatch._support.types import Array, Leaf
@@ -85,34 +84,43 @@ class Continuous(Stepwise):
       room: how many run at once at most.
     """
 
-    def __init__(self, fn: Callable, session: Session, join: Callable, policy: Policy, room: int):
-        super().__init__(fn, session, [], join, policy, _no_results, on_host=True)
+    def __init__(self, core: Core, shared: tuple[Any, ...], room: int):
+        session, self._leaves = core.session(shared)
+        fn, join = core.recording.fn, core.arguments.join
+        super().__init__(fn, session, [], join, core.policy, _no_results, on_host=True)
+        self._core = core
         self.open: dict[int, Joining] = {}
         self.room = room
 
     def serve(
-        self,
-        leaves: Sequence[Leaf],
-        reached: Reached,
-        first: Sequence[Joining],
-        take: Take,
-        give: Give,
-        ended: Ended,
+        self, first: Sequence[Joining], take: Take, give: Give, ended: Ended
     ) -> list[Joining]:
         """Runs rounds until nobody is there; returns those that are left because a round failed.
 
         Args:
-          leaves: of the shared arguments, with values.
-          reached: what the function reads besides its arguments.
           first: instances that begin.
           take: is asked between rounds who joins.
           give: is told who leaves.
           ended: is asked before each round who is to leave with an error.
         """
+        environment, records = self._core.environment, self.session.records
+        with self._core.planning:
+            reached = environment.look()
+            try:
+                records.read(reached)
+                self._serve(reached, first, take, give, ended)
+            finally:
+                records.nothing_to_read()
+                environment.settle(reached)
+        return list(self.open.values())
+
+    def _serve(
+        self, reached: Reached, first: Sequence[Joining], take: Take, give: Give, ended: Ended
+    ) -> None:
         self._names = reached.names
         with set_current_trace(trace_of_caller()), set_current_trace(EAGER):
             outside = self._outside((), reached.arrays)
-            attempt = OpenAttempt(self, leaves, outside)
+            attempt = OpenAttempt(self, self._leaves, outside)
             end = ending(attempt.recorder)
             with Restored(end), Restored(end), set_current_trace(attempt.recorder):
                 begin_recording(attempt.recorder)
@@ -122,7 +130,6 @@ class Continuous(Stepwise):
                     pass  # which instance it was, the caller finds out
                 else:
                     attempt.workspace.close()
-        return list(self.open.values())
 
 
 def _no_results(*_: object) -> Any:

@@ -22,7 +22,7 @@ import jax
 import numpy as np
 
 from jedbatch._batch.one_by_one import OneByOne, settled
-from jedbatch._control_flow.continuous import Joining, Settled
+from jedbatch._control_flow.continuous import Continuous, Joining, Settled
 from jedbatch._record.run.thread_settings import ThreadSettings
 from jedbatch._support.types import PyTree
 from jedbatch.serve import tracing
@@ -185,7 +185,8 @@ class Worker:
             self._end([(r, x) for r, x in left if not isinstance(x.error, RecursionError)])
 
         first = [Joining(request, request.instance) for request in requests]
-        failed = self._one_by_one.serve(shared, first, take, give, self._ended_by, self._room)
+        call = Continuous(self._one_by_one.core, shared, self._room)
+        failed = call.serve(first, take, give, self._ended_by)
         rest = [x.token for x in failed] + deep
         if rest:
             self._end(self._by_halves(shared, rest))

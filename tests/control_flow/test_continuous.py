@@ -11,8 +11,7 @@ from cases.helpers import assert_close, mostly_slow
 
 import jedbatch
 from jedbatch._batch.batched import core_of
-from jedbatch._batch.one_by_one import OneByOne
-from jedbatch._control_flow.continuous import GENERATION, Joining
+from jedbatch._control_flow.continuous import GENERATION, Continuous, Joining
 from jedbatch._control_flow.workspace import Workspace
 
 W = jnp.linspace(0.5, 1.5, 3)
@@ -34,7 +33,7 @@ def never(token):
 
 def served(fn, params, instances, room, seed=None):
     """Lets instances join at random, or as soon as they may; (results, order, those left)."""
-    one_by_one = OneByOne("test", core_of(jedbatch.batch(fn)), (params,))
+    core = core_of(jedbatch.batch(fn))
     coming = iter([Joining(i, (x,)) for i, x in enumerate(instances)])
     rng = np.random.default_rng(seed)
     results, order, left = {}, [], []
@@ -48,7 +47,7 @@ def served(fn, params, instances, room, seed=None):
         results.update((t, x.result if x.error is None else x.error) for t, x in some)
 
     while first := list(itertools.islice(coming, 1)):
-        left += one_by_one.serve((params,), first, take, give, never, room)
+        left += Continuous(core, (params,), room).serve(first, take, give, never)
     return results, order, left
 
 
@@ -83,7 +82,6 @@ def test_they_begin_anew_after_a_while():
     """No more join than there should be, and nothing is compiled the second time."""
     given = [1 + i % 3 for i in range(4 * 2 * GENERATION)]
     batched = jedbatch.batch(steps)
-    one_by_one = OneByOne("test", core_of(batched), (W,))
     counts = []
     for _ in range(2):
         coming, joined = iter(Joining(i, (n,)) for i, n in enumerate(given)), []
@@ -93,7 +91,8 @@ def test_they_begin_anew_after_a_while():
             joined.extend(some)
             return some
 
-        one_by_one.serve((W,), take(2), take, lambda left: None, never, room=2)
+        call = Continuous(core_of(batched), (W,), room=2)
+        call.serve(take(2), take, lambda left: None, never)
         assert 2 * GENERATION <= len(joined) <= 2 * GENERATION + 1
         counts.append(batched.compilations)
     assert counts[0] == counts[1]
