@@ -157,21 +157,17 @@ def run_stepwise(
     with core.planning:
         arrays = arrays_of(instances, core.recording.classes)
         core.environment.meet(core.recording.classes)
-        given = core.recording.fn, session, instances, core.arguments.join, core.policy
-        results_of = functools.partial(core.results, stacked=False if on_host else None)
-        stepwise = Stepwise(*given, results_of, on_host, check)
-        reached, compiled = core.environment.look(), session.programs.compilations
+        stepwise = Stepwise(core, session, instances, on_host, check)
+        compiled = session.programs.compilations
         before = compiled["round"]
         try:
-            session.records.read(reached)
-            with reverse_mode_only(f"the batched `{core.name}`", DECIDES):
-                results = stepwise.run(leaves, arrays, reached)
-            session.note_rounds(arrays, compiled["round"] - before)
-            return results
+            with core.reading(session) as reached:
+                with reverse_mode_only(f"the batched `{core.name}`", DECIDES):
+                    results = stepwise.run(leaves, arrays, reached)
+                session.note_rounds(arrays, compiled["round"] - before)
+                return results
         finally:
             core.last_rounds = Rounds.of(stepwise.rounds, session.forms)
-            session.records.nothing_to_read()
-            core.environment.settle(reached)
 
 
 def plan(core: Core, args: tuple, gradient: bool, devices: DeviceAxis | None = None) -> Plan:

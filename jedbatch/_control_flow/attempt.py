@@ -94,7 +94,7 @@ class Attempt:
             session.programs,
             self.recorder,
             arrays,
-            call.policy,
+            call.core.policy,
             lambda closed_over: session.programs.outside.read(closed_over, leaves, outside),
             saving,
             size,
@@ -161,7 +161,8 @@ class Attempt:
         with set_current_trace(recorder):
             recorder.turn_to(self._call.instances[instance])
             mapped = recorder.symbolic(self._call.instances[instance], self._arrays[instance])
-            result = self._call.fn(*self._call.join(self._shared, mapped))
+            core = self._call.core
+            result = core.recording.fn(*core.arguments.join(self._shared, mapped))
             leaves, structure = flatten(result, "the result of the function")
             outputs_found = [recorder.output(leaf) for leaf in leaves]
             references = tuple(r for r, _ in outputs_found)
@@ -257,12 +258,11 @@ class Attempt:
             waited, latest = waited + 1, now
         self._waited[current] = waited, latest
         if waited > bound:
-            number, fn = self._number(current), self._call.fn
-            name = getattr(fn, "__name__", type(fn).__name__)
+            number = self._number(current)
             raise UnfinishedLoopError(
                 f"`batch` got max_steps={bound}, and instance {number} needs values to decide on "
-                f"in `{name}` after that many rounds. Expected functions that end before; give a "
-                "larger max_steps, or bound the loop in its condition.",
+                f"in `{self._call.core.name}` after that many rounds. Expected functions that end "
+                "before; give a larger max_steps, or bound the loop in its condition.",
                 (number,),
             )
 

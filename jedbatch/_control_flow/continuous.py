@@ -35,7 +35,6 @@ from jedbatch._jaxpr.storage import from_stored
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._program.host_arrays import rows_apart
 from jedbatch._record.cell import pause
-from jedbatch._record.identity.environment import Reached
 from jedbatch._record.run.trace import begin_recording, ending, trace_of_caller
 from jedbatch._session.core import Core
 from jedbatch._session.records.recording import keyed
@@ -86,9 +85,7 @@ class Continuous(Stepwise):
 
     def __init__(self, core: Core, shared: tuple[Any, ...], room: int):
         session, self._leaves = core.session(shared)
-        fn, join = core.recording.fn, core.arguments.join
-        super().__init__(fn, session, [], join, core.policy, _no_results, on_host=True)
-        self._core = core
+        super().__init__(core, session, [], on_host=True)
         self.open: dict[int, Joining] = {}
         self.room = room
 
@@ -103,37 +100,22 @@ class Continuous(Stepwise):
           give: is told who leaves.
           ended: is asked before each round who is to leave with an error.
         """
-        environment, records = self._core.environment, self.session.records
-        with self._core.planning:
-            reached = environment.look()
-            try:
-                records.read(reached)
-                self._serve(reached, first, take, give, ended)
-            finally:
-                records.nothing_to_read()
-                environment.settle(reached)
+        core, outer = self.core, trace_of_caller()
+        with core.planning, core.reading(self.session) as reached, set_current_trace(outer):
+            self._names = reached.names
+            with set_current_trace(EAGER):
+                outside = self._outside((), reached.arrays)
+                attempt = OpenAttempt(self, self._leaves, outside)
+                end = ending(attempt.recorder)
+                with Restored(end), Restored(end), set_current_trace(attempt.recorder):
+                    begin_recording(attempt.recorder)
+                    try:
+                        attempt.serve(first, take, give, ended)
+                    except (Exception, GuardFailed):
+                        pass  # which instance it was, the caller finds out
+                    else:
+                        attempt.workspace.close()
         return list(self.open.values())
-
-    def _serve(
-        self, reached: Reached, first: Sequence[Joining], take: Take, give: Give, ended: Ended
-    ) -> None:
-        self._names = reached.names
-        with set_current_trace(trace_of_caller()), set_current_trace(EAGER):
-            outside = self._outside((), reached.arrays)
-            attempt = OpenAttempt(self, self._leaves, outside)
-            end = ending(attempt.recorder)
-            with Restored(end), Restored(end), set_current_trace(attempt.recorder):
-                begin_recording(attempt.recorder)
-                try:
-                    attempt.serve(first, take, give, ended)
-                except (Exception, GuardFailed):
-                    pass  # which instance it was, the caller finds out
-                else:
-                    attempt.workspace.close()
-
-
-def _no_results(*_: object) -> Any:
-    raise NotImplementedError("results are read round by round")
 
 
 class OpenAttempt(Attempt):

@@ -44,7 +44,7 @@ from jedbatch._program.returned import Pieces, split_outputs
 from jedbatch._record.identity.environment import AccessPath, Reached
 from jedbatch._record.run.recursion import deeply
 from jedbatch._record.run.trace import begin_recording, ending, trace_of_caller
-from jedbatch._schedule.policy import Policy
+from jedbatch._session.core import Core
 from jedbatch._session.plans.outputs import Returned
 from jedbatch._session.plans.round import Round
 from jedbatch._session.session import Session
@@ -64,30 +64,28 @@ class Stepwise:
     """One call of a batched function that decides on values.
 
     Attributes:
-      fn: the function of one instance.
+      core: of the function.
       session: what is kept from call to call.
       instances: the mapped arguments of each instance.
-      join: makes the arguments of `fn` from the shared and the mapped ones.
-      policy: chooses batches.
-      results: from outcomes and references of their leaves to (what each arena returns, form).
       on_host: whether results are arrays of NumPy; they are a list then.
       check: is called before each round, if there is one, and may raise an error to end the call.
       rounds: what ran so far.
       tracers: of an outer transformation, met while recording.
     """
 
-    fn: Callable
+    core: Core
     session: Session
     instances: Sequence[Sequence[PyTree]]
-    join: Callable
-    policy: Policy
-    results: Callable[[Sequence[InstanceResult], np.ndarray], Returned]
     on_host: bool = False
     check: Callable[[], object] | None = None
     rounds: list[Round] = field(default_factory=list)
     tracers: Sequence[Leaf] = ()
     _names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
     _attempt: Attempt | None = None  # the latest
+
+    def results(self, outcomes: Sequence[InstanceResult], references: np.ndarray) -> Returned:
+        """(what each arena returns, the form of the result); see `Core.results`."""
+        return self.core.results(outcomes, references, stacked=False if self.on_host else None)
 
     def run(
         self, leaves: Sequence[Leaf], arrays: Sequence[Sequence[Array]], reached: Reached

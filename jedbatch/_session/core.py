@@ -6,10 +6,11 @@ All of this is host work in NumPy. What can be kept is kept by this object and b
 `Session`).
 """
 
+import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from jedbatch._program.host_arrays import results_from
 from jedbatch._program.plan import Plan
 from jedbatch._program.sharded import DeviceAxis
 from jedbatch._ragged.calls import RegionCalls, find_calls, find_slices
-from jedbatch._record.identity.environment import Environment
+from jedbatch._record.identity.environment import Environment, Reached
 from jedbatch._record.operations.inlining import without_jit
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.options import Options, written
@@ -161,6 +162,17 @@ class Core:
             self.sessions[key] = new
             self._compiled_before = before - num_programs(self.sessions)
             return new
+
+    @contextlib.contextmanager
+    def reading(self, session: Session) -> Iterator[Reached]:
+        """Has recordings inside read what the function reads besides its arguments by now."""
+        reached = self.environment.look()
+        try:
+            session.records.read(reached)
+            yield reached
+        finally:
+            session.records.nothing_to_read()
+            self.environment.settle(reached)
 
     # --- recording and planning ---
 
