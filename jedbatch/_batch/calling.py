@@ -74,14 +74,14 @@ def call(core: Core, args: tuple) -> Any:
 def _call(core: Core, args: tuple) -> Any:
     if recording.recorder is None and runs_without_jit():
         core.last_rounds = Rounds()
-        return plain_loop(core.fn, core.arguments, args, core.stacks)
+        return plain_loop(core, args)
     if (results := _run_mapped(core, args)) is not None:
         return results
     shared, instances = core.arguments.split(args)
     if recording.recorder is not None:  # what instances of both functions do is batched
         join = functools.partial(core.arguments.join, shared)
         calls = [functools.partial(core.fn, *join(x)) for x in instances]
-        return put_together(core.name, recording.recorder.together(calls), core.stacks)
+        return put_together(core, recording.recorder.together(calls))
     session, leaves = core.session(shared)
     plan = session.unless_decides(
         lambda read: core.plan(session, instances, gradient=False, leaves=leaves, read=read)
