@@ -222,7 +222,7 @@ def calibrate(
         if any(is_key(operand.dtype) for operand in node_type.operands):
             continue
         minibatches = [
-            Minibatch(session, [_only(graph, t, n * w)], [()], _Rows(t, w))
+            Minibatch(session, [_only(graph, t, n * w)], [()], _Rows(t, w), results=probe.results)
             for w in WIDTHS
             for n in COUNTS
         ]

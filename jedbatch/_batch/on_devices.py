@@ -98,7 +98,7 @@ def plan_on_devices(
     check_number("plan", core.name, len(instances), devices)
     with core.planning:
         minibatch = _recorded(core, shared, instances, devices)
-        plan = plan_shards(minibatch, core.results, devices, gradient=gradient)
+        plan = plan_shards(minibatch, devices, gradient=gradient)
         programs = minibatch.session.programs
         core.refuse_tracers(programs.reads_tracers(plan.static.signature))
         return plan
@@ -138,7 +138,7 @@ class Proposal:
             with core.planning:
                 minibatch = _recorded(core, shared, instances, devices)
                 minibatch.session.note_types()
-                cut = place_shards(minibatch, core.results, devices.num_own, **how)
+                cut = place_shards(minibatch, devices.num_own, **how)
                 check_inputs(minibatch, cut)
         except Exception as error:  # for all processes to know
             return Proposal(devices, gradient, error=error)
@@ -181,7 +181,7 @@ def agreed_plan(core: Core, proposal: Proposal) -> Plan | None:
         programs = minibatch.session.programs
         agreement, devices = Agreement(programs, core.name), proposal.devices
         found, took = arrange_shards(
-            minibatch, cut, core.results, devices, agreement.lower, gradient=proposal.gradient
+            minibatch, cut, devices, agreement.lower, gradient=proposal.gradient
         )
         plan = filled(minibatch, found, took, devices, gradient=proposal.gradient)
         core.refuse_tracers(programs.reads_tracers(plan.static.signature))
@@ -235,7 +235,7 @@ def reserve_on_devices(
     with core.planning:
         every = list(itertools.chain(*minibatches))  # at once: types depend on what was met
         parts = _recorded(core, shared, every, devices).cut(size)
-        reserve_shards(parts, core.results, devices.num_own, gradient=gradient)
+        reserve_shards(parts, devices.num_own, gradient=gradient)
         return {
             wanted: [plan_on_devices(core, shared, m, wanted, devices) for m in minibatches]
             for wanted in sorted({False, gradient})

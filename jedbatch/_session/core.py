@@ -198,8 +198,8 @@ class Core:
                     self.environment.meet(self.recording.classes)
                     self.environment.settle(reached)
         seconds = {"trace": time.perf_counter() - start}
-        policy = self.policy
-        return Minibatch(session, records, arrays, policy, seconds, num_known, tracers, reached)
+        given = session, records, arrays, self.policy, seconds, num_known, tracers, reached
+        return Minibatch(*given, results=self.results)
 
     def record_graphs(
         self, shared: tuple, instances: list[tuple], devices: DeviceAxis | None = None
@@ -275,7 +275,7 @@ class Core:
         batches = copies and Batches.find(minibatch, copies)
         if copies and batches and for_values:
             clock.append(time.perf_counter())
-            plan = plan_copies(minibatch, copies, batches, clock, self.results, flags)
+            plan = plan_copies(minibatch, copies, batches, clock, flags)
             if plan is not None:
                 return plan
         records = minibatch.records

@@ -274,6 +274,8 @@ class Minibatch(NamedTuple):
       tracers: what is read from outside, by number or by name (see `SharedValue`).
       reached: what the function reads besides its arguments.
       structures: of the instances (see `Structures.of`); nothing if it need not be found again.
+      results: from records and what their graph returns to what arenas return, and the form of the
+        results (see `Core.results`); None if rows are all that is asked for.
     """
 
     session: Session
@@ -285,6 +287,7 @@ class Minibatch(NamedTuple):
     tracers: Any = ()
     reached: Reached = NOTHING_REACHED
     structures: Sequence[Structure] = ()
+    results: Any = None
 
     def to_be_found(self) -> "Minibatch":
         """Returns the same with structures, unless its plan reads tracers."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -336,7 +336,6 @@ def plan_copies(
     copies: Copies,
     batches: Batches,
     clock: Sequence[float],
-    results: Callable[..., Returned],
     flags: Flags,
 ) -> Plan | None:
     """Plans a minibatch for inference from its distinct structures; None if that cannot be done.
@@ -349,7 +348,6 @@ def plan_copies(
       copies: these by structure.
       batches: of them.
       clock: when it was begun to find copies, to schedule them, and when that was done.
-      results: what `form_of_results` does, for these records.
       flags: what the plan is for.
     """
     session, records = minibatch.session, minibatch.records
@@ -360,7 +358,7 @@ def plan_copies(
     returned = None
     if found is None or found.form is None:
         num_outputs = int(np.diff(batches.graph.output_ptr) @ copies.counts)
-        returned = results(records, np.arange(num_outputs), (), stacked=flags.stacked)
+        returned = minibatch.results(records, np.arange(num_outputs), (), stacked=flags.stacked)
     if found is None:
         assert returned is not None
         found = LoweredCopies.find(session, copies, batches, returned)

@@ -20,7 +20,6 @@ import numpy as np
 from jax.core import Tracer
 
 from jedbatch._graph.graph import Graph
-from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import is_staging
 from jedbatch._jaxpr.derivatives import reverse_mode_only
 from jedbatch._jaxpr.storage import Kind
@@ -45,7 +44,7 @@ from jedbatch._program.signature import Signature
 from jedbatch._program.stopped import check_shards, has_bounds
 from jedbatch._schedule.policy import schedule
 from jedbatch._session.plans.indices import check_rows
-from jedbatch._session.plans.outputs import Returned, with_room
+from jedbatch._session.plans.outputs import with_room
 from jedbatch._session.plans.pipeline import (
     STAGES,
     Arranged,
@@ -59,7 +58,6 @@ from jedbatch._session.records.degenerate import warn_if_degenerate
 from jedbatch._session.session import NO_SECONDS, Flags, Minibatch, graph_of
 from jedbatch._support.types import Array, Leaf
 
-Form = Callable[[Sequence[Record], np.ndarray], Returned]  # see `form_of_results`
 Lower = Callable[[Sequence[Placement], Sequence[Any] | None], Together]
 
 
@@ -169,13 +167,12 @@ def cut_by_cost(costs: Costs, num_shards: int) -> list[np.ndarray]:
 
 
 def place_shards(
-    minibatch: Minibatch, form_of: Form, num_shards: int, *, keeps: bool, reuse: bool | None
+    minibatch: Minibatch, num_shards: int, *, keeps: bool, reuse: bool | None
 ) -> PlacedShards:
     """Cuts a minibatch into shards, and schedules and lays out each of them.
 
     Args:
       minibatch: the instances.
-      form_of: from records and what their graph returns to the form of their results.
       num_shards: how many.
       keeps: whether everything is kept that the reverse would read.
       reuse: whether inference uses rows again, as of `Options`.
@@ -189,7 +186,7 @@ def place_shards(
         times = [time.perf_counter()]
         graph = graph_of(own_records)
         times.append(time.perf_counter())
-        returned = form_of(own_records, np.arange(len(graph.outputs)))
+        returned = minibatch.results(own_records, np.arange(len(graph.outputs)))
         positions.append({kind: np.array(x, np.int64) for kind, x in returned[0].items()})
         returned = with_room(graph, returned, room)
         batches = schedule(graph, minibatch.policy)
@@ -226,17 +223,17 @@ def check_inputs(minibatch: Minibatch, cut: PlacedShards) -> None:
 def find_routes(
     signature: Signature,
     cut: PlacedShards,
-    records: Sequence[Record],
-    form_of: Form,
+    minibatch: Minibatch,
     devices: DeviceAxis,
 ) -> tuple[OutputSpec, tuple[Route, ...]]:
     """Returns the form of the results of all shards, and from where their rows come.
 
     Those of other processes have as many instances.
     """
+    records = minibatch.records
     counts = [np.diff(r.whole.output_ptr[r.index : r.index + 2])[0] for r in records]
     ptr = np.append(0, np.cumsum(counts))
-    rows, form = form_of(records, np.arange(ptr[-1]))
+    rows, form = minibatch.results(records, np.arange(ptr[-1]))
     if form.batch is not None:
         room = cut.forms[0].batch
         assert room is not None
@@ -280,7 +277,6 @@ def _among_all(
 def arrange_shards(
     minibatch: Minibatch,
     cut: PlacedShards,
-    form_of: Form,
     devices: DeviceAxis,
     lower: Lower | None = None,
     *,
@@ -291,7 +287,6 @@ def arrange_shards(
     Args:
       minibatch: the instances.
       cut: the shards.
-      form_of: from records and what their graph returns to the form of their results.
       devices: over which the minibatch is cut.
       lower: finds a program for shards, and their tables; None for one that is kept, or a new one.
       gradient: whether to plan the reverse too.
@@ -304,7 +299,7 @@ def arrange_shards(
     warn_if_degenerate(largest.graph, session.registry, session.new_in_a_row, shown)
     leaves = cut.leaves() if gradient else None
     lowered, reverse, tables = (lower or session.programs.lower)(cut.placed, leaves)
-    form, routes = find_routes(lowered[0].signature, cut, minibatch.records, form_of, devices)
+    form, routes = find_routes(lowered[0].signature, cut, minibatch, devices)
     seconds = (time.perf_counter() - start) / num_shards
     shards = []
     for s, (own, members) in enumerate(zip(lowered, cut.members, strict=True)):
@@ -313,14 +308,11 @@ def arrange_shards(
     return ArrangedShards(cut.members, shards, form, routes), [[*x, seconds] for x in cut.took]
 
 
-def reserve_shards(
-    minibatches: Sequence[Minibatch], form_of: Form, num_shards: int, *, gradient: bool
-) -> None:
+def reserve_shards(minibatches: Sequence[Minibatch], num_shards: int, *, gradient: bool) -> None:
     """Makes programs that have room for shards of minibatches like these; nothing is compiled.
 
     Args:
       minibatches: of one session, which keeps the programs.
-      form_of: from records and what their graph returns to the form of their results.
       num_shards: into which each is cut.
       gradient: whether there will be gradients, too.
     """
@@ -331,20 +323,17 @@ def reserve_shards(
 
     def placed(keeps: bool) -> Iterator[tuple[Placement, list[np.ndarray] | None]]:
         for minibatch in minibatches:
-            cut = place_shards(minibatch, form_of, num_shards, keeps=keeps, reuse=reuse)
+            cut = place_shards(minibatch, num_shards, keeps=keeps, reuse=reuse)
             yield from zip(cut.placed, cut.leaves(), strict=True)
 
     reserve(session.programs, placed, gradient=gradient)
 
 
-def plan_shards(
-    minibatch: Minibatch, form_of: Form, devices: DeviceAxis, *, gradient: bool
-) -> Plan:
+def plan_shards(minibatch: Minibatch, devices: DeviceAxis, *, gradient: bool) -> Plan:
     """Plans a minibatch that is cut over devices.
 
     Args:
       minibatch: the instances.
-      form_of: from records and what their graph returns to the form of their results.
       devices: over which the minibatch is cut.
       gradient: whether to plan the reverse too.
     """
@@ -355,8 +344,8 @@ def plan_shards(
     took = [[0.0] * len(STAGES)] * devices.size
     if found is None:
         reuse = session.options.reuse
-        cut = place_shards(minibatch, form_of, devices.size, keeps=gradient, reuse=reuse)
-        found, took = arrange_shards(minibatch, cut, form_of, devices, gradient=gradient)
+        cut = place_shards(minibatch, devices.size, keeps=gradient, reuse=reuse)
+        found, took = arrange_shards(minibatch, cut, devices, gradient=gradient)
         session.arranged[minibatch.key(flags)] = found  # the policy may have learned
     return filled(minibatch, found, took, devices, gradient=gradient)
 
