@@ -14,14 +14,13 @@ import numpy as np
 
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.storage import from_stored, stored
-from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, shape_at
+from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, shape_at
 from jedbatch._program.host_arrays import pack_rows, rows_of_inputs
 from jedbatch._program.output_spec import Slice, TileRun
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.microbatches import Microbatches, distributed, places_of_calls
-from jedbatch._ragged.needed_rows import nothing_error
 from jedbatch._ragged.packing import RowCapacity
 from jedbatch._ragged.regions import Call, RaggedRecord, Region, some_are_ragged
 from jedbatch._ragged.tiled_records import ExpandedRecord
@@ -158,7 +157,8 @@ def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Array]]) -> 
         calls = [records[i].calls[c] for i, c in places]  # type: ignore[attr-defined]
         symbol_values = [c.lengths(arrays[i]) for c, (i, _) in zip(calls, places, strict=True)]
         lengths = dict(zip(region.symbols, np.array(symbol_values, np.int64).T, strict=True))
-        _refuse_empty(region, lengths, places, arrays)
+        instances = [i for i, _ in places]
+        region.packed.phased.needed.refuse_lacking(lengths, instances, arrays)
         all_calls.append(
             RegionCalls(region, places, calls, lengths, region.packed.row_counts(lengths))
         )
@@ -166,24 +166,13 @@ def find_calls(records: Sequence[Record], arrays: Sequence[Sequence[Array]]) -> 
 
 
 def lacks_rows(record: Record, arrays: Sequence[Array]) -> bool:
-    """Returns whether an instance has fewer rows than some part of them has less, as `x[1:]`.
-
-    Or than a part of a known size takes, as `x[-1:]`; or none where an extent is a number modulo
-    that of rows, as of `jnp.roll`.
-    """
+    """Returns whether an instance has fewer rows than what it computes needs."""
     if not isinstance(record, RaggedRecord):
         return False
     for call in record.calls:
         phased = call.region.packed.phased
-        if not phased.lacks_nothing or phased.windows:
-            lengths = dict(zip(phased.symbols, call.lengths(arrays), strict=True))
-            try:
-                if any(extent_at(e, lengths) < 0 for e in phased.all_extents):
-                    return True
-                if any(extent_at(e, lengths) < rows for e, rows in phased.windows):
-                    return True
-            except ZeroDivisionError:
-                return True
+        if phased.needed.lacking(dict(zip(phased.symbols, call.lengths(arrays), strict=True))):
+            return True
     return False
 
 
@@ -257,40 +246,6 @@ def make_ragged_calls(
         operands,
         (exist, computed),
     )
-
-
-def _refuse_empty(
-    region: Region,
-    lengths: Mapping[str, np.ndarray],
-    places: Sequence[tuple[int, int]],
-    arrays: Sequence[Sequence[Array]],
-) -> None:
-    phased = region.packed.phased
-    if phased.lacks_nothing and all(x.all() for x in lengths.values()):
-        return
-    none = np.zeros(len(places), bool)
-    for x in lengths.values():
-        none |= x == 0
-    conditions = [(e, operation, extent_at(e, lengths) == 0) for e, operation in phased.nonempty]
-    for table, rows in phased.looked_up:
-        fails = (extent_at(table, lengths) <= 0) & (extent_at(rows, lengths) > 0)
-        none |= fails
-        conditions.append((table, "rows by index", fails))
-    for extent, k in phased.taken:
-        fewer = np.flatnonzero(extent_at(extent, lengths) < extent_at(k, lengths))
-        if len(fewer):
-            n = int(np.broadcast_to(extent_at(extent, lengths), none.shape)[fewer[0]])
-            raise ValueError(
-                f"`top_k` takes the largest {k} of {n} rows in instance {places[fewer[0]][0]}; "
-                f"expected {extent} to be {k} at least. Leave such instances out, or write "
-                "`jnp.sort(x)[..., ::-1][..., :k]`, which gives as many as there are."
-            )
-    conditions += [(e, "a part", extent_at(e, lengths) < 0) for e in phased.all_extents]
-    for extent, operation, fails in conditions:
-        empty = np.flatnonzero(none & fails)
-        if len(empty):
-            instance = places[empty[0]][0]
-            raise nothing_error(instance, arrays[instance], operation, extent)
 
 
 def returns_ragged(record: Record) -> bool:

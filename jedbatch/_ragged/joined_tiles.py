@@ -27,8 +27,7 @@ from jedbatch._jaxpr.padding.padded_rules import Padded
 from jedbatch._jaxpr.padding.singular import positioned
 from jedbatch._jaxpr.symbolic_dims import ragged_axes, symbols_in
 from jedbatch._jaxpr.versions import ClosedProgram
-from jedbatch._ragged.needed_rows import nonempty_extents
-from jedbatch._ragged.phases import extents_of
+from jedbatch._ragged.needed_rows import extents_of, nonempty_extents
 from jedbatch._ragged.tile_steps import refuse_uncut
 from jedbatch._support.types import Array, AxisSize
 

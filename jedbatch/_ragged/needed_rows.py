@@ -5,17 +5,25 @@ length JAX supposes that there are enough, so what operations need is noted here
 the lengths of every instance before anything runs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jax.extend.core import Var
 
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.interpret import inner_programs, reads
-from jedbatch._jaxpr.padding.axis_rules import SCATTERS, mixed_axes
+from jedbatch._jaxpr.padding.axis_rules import SCATTERS, CannotMergeError, mixed_axes
 from jedbatch._jaxpr.padding.indexing import find_indexing
-from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
-from jedbatch._jaxpr.versions import Equation
+from jedbatch._jaxpr.symbolic_dims import (
+    extent_at,
+    grows,
+    is_ragged,
+    ragged_axes,
+    symbols_in,
+)
+from jedbatch._jaxpr.versions import Atom, Equation, OpenProgram
 from jedbatch._record.instances.arrays import array_type
 from jedbatch._support.types import Array, AxisSize
 
@@ -25,6 +33,124 @@ EXTREMES = {
     "argmax": "the place of a maximum",
     "argmin": "the place of a minimum",
 }
+
+
+@dataclass(frozen=True, eq=False)
+class NeededRows:
+    """The rows that a program needs.
+
+    Attributes:
+      extents: of its values, each once.
+      nonempty: extents that must not be 0, each with the operation that says so.
+      looked_up: (extent, how many rows are looked up by index) of arrays that must have a row then.
+      taken: (extent, k) of arrays of which the k largest are taken.
+      windows: (extent, how many rows) of arrays of which a part of so many rows is read, or
+        written. In loops and branches also those that `nonempty` and `looked_up` tell elsewhere. A
+        divisor is 0 at least.
+    """
+
+    extents: tuple[AxisSize, ...]
+    nonempty: tuple[tuple[AxisSize, str], ...]
+    looked_up: tuple[tuple[Any, Any], ...]
+    taken: tuple[tuple[Any, Any], ...]
+    windows: tuple[tuple[AxisSize, int], ...]
+
+    @staticmethod
+    def of(jaxpr: OpenProgram, equations: Sequence[Equation]) -> "NeededRows":
+        """Returns the rows that a program needs, given those of its equations that are used."""
+        divided_by = [(extent, 0) for extent in divisors(jaxpr.eqns)]
+        return NeededRows(
+            tuple(all_extents(jaxpr)),
+            tuple(nonempty_extents(equations)),
+            tuple(looked_up(equations)),
+            tuple(dict.fromkeys(taken(equations))),
+            tuple(dict.fromkeys((*windows(jaxpr.eqns), *divided_by))),
+        )
+
+    @property
+    def lacks_nothing(self) -> bool:
+        """Whether instances have all rows they need as long as none of their lengths is 0."""
+        needed = (*self.extents, *(e for e, _ in self.nonempty))
+        extents_are_lengths = all(symbols_in(e) == {str(e)} for e in needed)
+        return extents_are_lengths and not (self.looked_up or self.taken)
+
+    def lacking(self, lengths: Mapping[str, int]) -> bool:
+        """Returns whether an instance has fewer rows than some part of them has less, as `x[1:]`.
+
+        Or than a part of a known size takes, as `x[-1:]`; or none where an extent is a number
+        modulo that of rows, as of `jnp.roll`.
+        """
+        if self.lacks_nothing and not self.windows:
+            return False
+        try:
+            if any(extent_at(e, lengths) < 0 for e in self.extents):
+                return True
+            return any(extent_at(e, lengths) < rows for e, rows in self.windows)
+        except ZeroDivisionError:
+            return True
+
+    def refuse_lacking(
+        self,
+        lengths: Mapping[str, np.ndarray],
+        instances: Sequence[int],
+        arrays: Sequence[Sequence[Array]],
+    ) -> None:
+        """Raises `ValueError` if something is taken of rows of which an instance has too few.
+
+        Args:
+          lengths: of all calls of the program, by symbol.
+          instances: that they are of.
+          arrays: of each instance.
+        """
+        if self.lacks_nothing and all(x.all() for x in lengths.values()):
+            return
+        none = np.zeros(len(instances), bool)
+        for x in lengths.values():
+            none |= x == 0
+        conditions = [(e, operation, extent_at(e, lengths) == 0) for e, operation in self.nonempty]
+        for table, rows in self.looked_up:
+            fails = (extent_at(table, lengths) <= 0) & (extent_at(rows, lengths) > 0)
+            none |= fails
+            conditions.append((table, "rows by index", fails))
+        for extent, k in self.taken:
+            fewer = np.flatnonzero(extent_at(extent, lengths) < extent_at(k, lengths))
+            if len(fewer):
+                n = int(np.broadcast_to(extent_at(extent, lengths), none.shape)[fewer[0]])
+                raise ValueError(
+                    f"`top_k` takes the largest {k} of {n} rows in instance "
+                    f"{instances[fewer[0]]}; expected {extent} to be {k} at least. Leave such "
+                    "instances out, or write `jnp.sort(x)[..., ::-1][..., :k]`, which gives as "
+                    "many as there are."
+                )
+        conditions += [(e, "a part", extent_at(e, lengths) < 0) for e in self.extents]
+        for extent, operation, fails in conditions:
+            empty = np.flatnonzero(none & fails)
+            if len(empty):
+                instance = instances[empty[0]]
+                raise nothing_error(instance, arrays[instance], operation, extent)
+
+
+def variables_of(jaxpr: OpenProgram) -> list[Any]:
+    """Returns the variables of a program."""
+    return [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
+
+
+def extents_of(variable: Atom) -> list[AxisSize]:
+    """Returns the ragged extents of a variable."""
+    shape = variable.aval.shape
+    return [shape[a] for a in ragged_axes(shape)]
+
+
+def all_extents(jaxpr: OpenProgram) -> list[AxisSize]:
+    """Returns the ragged extents of values, each once."""
+    return list(dict.fromkeys(e for v in variables_of(jaxpr) for e in extents_of(v)))
+
+
+def refuse_shrinking(extents: Sequence[AxisSize]) -> None:
+    """Raises `CannotMergeError` if an extent may be more than it is of lengths that are more."""
+    for extent in extents:
+        if not grows(extent):
+            raise CannotMergeError(f"{extent} rows are not the more, the longer the arrays are")
 
 
 def nonempty_extents(equations: Sequence[Equation]) -> list[tuple[Any, str]]:

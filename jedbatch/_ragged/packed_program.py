@@ -43,6 +43,7 @@ from jedbatch._ragged.index_phase import IndexPhase
 from jedbatch._ragged.instance_phase import InstancePhase
 from jedbatch._ragged.microbatch_loop import MicrobatchLoop
 from jedbatch._ragged.microbatches import Microbatches, packed_places
+from jedbatch._ragged.needed_rows import extents_of
 from jedbatch._ragged.packing import (
     PackedBatch,
     RowCapacity,
@@ -51,7 +52,7 @@ from jedbatch._ragged.packing import (
     row_shape,
     table_form,
 )
-from jedbatch._ragged.phases import Phase, PhasedProgram, extents_of
+from jedbatch._ragged.phases import Phase, PhasedProgram
 from jedbatch._ragged.row_phase import RowPhase
 from jedbatch._ragged.shared_values import SharedValues
 from jedbatch._support.types import Array

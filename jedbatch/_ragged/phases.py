@@ -48,7 +48,6 @@ from jedbatch._jaxpr.padding.flat_programs import INSIDE, flattened
 from jedbatch._jaxpr.padding.indexing import find_indexing
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import (
-    grows,
     is_ragged,
     ragged_axes,
     shape_at,
@@ -60,7 +59,7 @@ from jedbatch._jaxpr.versions import (
     Equation,
     OpenProgram,
 )
-from jedbatch._ragged.needed_rows import divisors, looked_up, nonempty_extents, taken, windows
+from jedbatch._ragged.needed_rows import NeededRows, extents_of, refuse_shrinking, variables_of
 from jedbatch._support.types import AxisSize
 
 BY_INDEX = "by index"  # a kind of phase
@@ -109,9 +108,7 @@ class PhasedProgram:
       before: equations on shared values alone, done once.
       phases: the rest.
       symbols: whose values differ from instance to instance.
-      nonempty: extents that must not be 0, each with the operation that says so.
-      looked_up: (extent, how many rows are looked up by index) of arrays that must have a row then.
-      taken: (extent, k) of arrays of which the k largest are taken.
+      needed: the rows that instances must have.
     """
 
     jaxpr: OpenProgram
@@ -120,9 +117,7 @@ class PhasedProgram:
     before: tuple[Any, ...]
     phases: tuple[Phase, ...]
     symbols: tuple[str, ...]
-    nonempty: tuple[tuple[Any, str], ...]
-    looked_up: tuple[tuple[Any, Any], ...]
-    taken: tuple[tuple[Any, Any], ...]
+    needed: NeededRows
 
     @property
     def operands(self) -> list[Any]:
@@ -185,36 +180,8 @@ class PhasedProgram:
         inside = _computed_inside(eqn for eqn in equations if eqn.primitive.name in INSIDE)
         return max([1, *(math.prod(shape_at(v.aval.shape, symbols)) for v in inside)])
 
-    @functools.cached_property
-    def all_extents(self) -> list[AxisSize]:
-        """The ragged extents of values, each once."""
-        return list(dict.fromkeys(e for v in _variables(self.jaxpr) for e in extents_of(v)))
-
-    @functools.cached_property
-    def windows(self) -> list[tuple[AxisSize, int]]:
-        """(extent, how many rows) of arrays of which a part of so many rows is read, or written.
-
-        In loops and branches also those that `nonempty` and `looked_up` tell elsewhere. A divisor
-        is 0 at least.
-        """
-        divided_by = [(extent, 0) for extent in divisors(self.jaxpr.eqns)]
-        return list(dict.fromkeys((*windows(self.jaxpr.eqns), *divided_by)))
-
-    @functools.cached_property
-    def lacks_nothing(self) -> bool:
-        """Whether instances have all rows they need as long as none of their lengths is 0."""
-        needed = [*self.all_extents, *(e for e, _ in self.nonempty)]
-        extents_are_lengths = all(str(e) in self.symbols for e in needed)
-        return extents_are_lengths and not (self.looked_up or self.taken)
-
     def __str__(self) -> str:
         return "\n".join(map(str, self.phases))
-
-
-def extents_of(variable: Atom) -> list[AxisSize]:
-    """Returns the ragged extents of a variable."""
-    shape = variable.aval.shape
-    return [shape[a] for a in ragged_axes(shape)]
 
 
 def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
@@ -227,7 +194,7 @@ def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
     for v in (*jaxpr.invars, *jaxpr.outvars):
         if _relates(v):
             raise CannotMergeError(f"a value of shape {_shown(v)}, with two ragged axes, is kept")
-    for v in _variables(jaxpr):
+    for v in variables_of(jaxpr):
         enters = is_ragged(v.aval.shape) and v in jaxpr.invars
         if is_key(v.aval.dtype) and (enters or v in jaxpr.outvars):
             raise CannotMergeError("an array of random keys is part of an instance, or kept")
@@ -240,11 +207,9 @@ def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
         finder = _PhaseFinder(jaxpr, num_shared, joined=True)
         for eqn in equations:
             finder.place(eqn)
-    extents = [d for v in _variables(jaxpr) for d in extents_of(v)]
-    symbols = symbols_in((*extents, *(eqn.params for eqn in equations)))
-    for extent in dict.fromkeys(extents):
-        if not grows(extent):
-            raise CannotMergeError(f"{extent} rows are not the more, the longer the arrays are")
+    needed = NeededRows.of(jaxpr, equations)
+    symbols = symbols_in((*needed.extents, *(eqn.params for eqn in equations)))
+    refuse_shrinking(needed.extents)
     return PhasedProgram(
         jaxpr,
         tuple(closed.consts),
@@ -252,14 +217,8 @@ def find_phases(closed: ClosedProgram, num_shared: int) -> PhasedProgram:
         tuple(finder.before),
         tuple(finder.phases()),
         tuple(sorted(symbols)),
-        tuple(nonempty_extents(equations)),
-        tuple(looked_up(equations)),
-        tuple(dict.fromkeys(taken(equations))),
+        needed,
     )
-
-
-def _variables(jaxpr: OpenProgram) -> list[Any]:
-    return [*jaxpr.invars, *(v for eqn in jaxpr.eqns for v in eqn.outvars)]
 
 
 def _computed_inside(equations: Iterable[Equation]) -> Iterator[Any]:

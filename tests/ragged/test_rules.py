@@ -128,8 +128,8 @@ def test_phases_alternate():
 
 def test_maxima_need_rows():
     program = find_phases(traced(lambda x: x.max(axis=0)), 0)
-    assert [what for _, what in program.nonempty] == ["a maximum"]
-    assert not find_phases(traced(lambda x: x.mean(axis=0)), 0).nonempty
+    assert [what for _, what in program.needed.nonempty] == ["a maximum"]
+    assert not find_phases(traced(lambda x: x.mean(axis=0)), 0).needed.nonempty
 
 
 def test_tiles():
