@@ -210,7 +210,7 @@ class GroupedByShapesWarning(PerformanceWarning):
 
     **Symptom.** As of `ManyTypesWarning`, or a minibatch has arrays of eight lengths or more, or
     three minibatches in a row are compiled anew; a printed plan says "grouped by equal shapes", or
-    of tiles "none for some arrays".
+    of padded nodes "none for some arrays".
 
     **Reason.** Arrays of different lengths run together if every operation on them is known to
     work row by row, or for rows of one instance together. The message names one that is not, or

@@ -33,7 +33,7 @@ from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._program.returned import results_of_rows, told_apart
 from jedbatch._program.signature import Signature
-from jedbatch._ragged.tiled_records import ExpandedRecord
+from jedbatch._ragged.padded_records import PaddedRecord
 from jedbatch._schedule.fsm import FSM
 from jedbatch._schedule.policy import schedule
 from jedbatch._session.core import Core
@@ -135,7 +135,7 @@ def _recorded(core: Core, shared: tuple, instances: list[tuple]) -> Minibatch:
     """Returns recorded instances, or an error if they are no data."""
     minibatch = core.record_graphs(shared, instances)
     core.refuse_tracers(minibatch.tracers)
-    if any(isinstance(r, ExpandedRecord) and r.runs for r in minibatch.records):
+    if any(isinstance(r, PaddedRecord) and r.padded for r in minibatch.records):
         raise ValueError(
             f"instances of the batched `{core.name}` return arrays that differ in length, which "
             "graphs cannot say; return lists of arrays of one shape, `list(array)`, or reduce them."

@@ -18,7 +18,7 @@ from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.derivatives import DifferentiableProgram, bind_program
 from jedbatch._jaxpr.storage import Kind, from_stored, is_key, stored, stored_kind
 from jedbatch._jaxpr.transfers import fetched, unguarded
-from jedbatch._program.output_spec import OutputSpec, Slice, TileRun
+from jedbatch._program.output_spec import OutputSpec, PaddedPlace, Slice
 from jedbatch._program.plan import input_name
 from jedbatch._program.returned import split_outputs, stacked
 from jedbatch._program.signature import Signature
@@ -231,21 +231,16 @@ def results_from(
     def leaf(kind: Kind, place: Any) -> Any:
         if isinstance(place, Slice):
             return cut[place]
-        if isinstance(place, TileRun):
-            return put_together(place, None)
+        if isinstance(place, PaddedPlace):
+            return existing(place, None)
         return from_stored(arena[stored_kind(kind)][place], ValueType(*kind))
 
-    def put_together(run: TileRun, batch: int | None) -> Array:
-        first, axis = run.first // (batch or 1), run.axis + (batch is not None)
-        tiles = arena[stored_kind(run.kind)][first : first + run.count]
-        if not any(isinstance(x, Tracer) for x in tiles):
-            tiles = list(map(_on_host, tiles))
-        shape = run.shape if batch is None else (batch, *run.shape)
-        if not tiles:
-            return jnp.zeros(shape, run.kind[1])
-        xp = np if isinstance(tiles[0], np.ndarray) else jnp
-        rows = xp.concatenate(tiles, axis=axis)
-        return jnp.asarray(rows[tuple(map(slice, shape))])
+    def existing(place: PaddedPlace, batch: int | None) -> Array:
+        padded = arena[stored_kind(place.kind)][place.first // (batch or 1)]
+        if not isinstance(padded, Tracer):
+            padded = _on_host(padded)
+        shape = place.shape if batch is None else (batch, *place.shape)
+        return jnp.asarray(padded[tuple(map(slice, shape))])
 
     arena = dict(zip(signature.arenas, outputs, strict=True))
     if form.batch is not None:
@@ -255,8 +250,8 @@ def results_from(
             if isinstance(first, tuple):
                 leaves.append(jnp.stack([cut[place] for place in first]))
                 continue
-            if isinstance(first, TileRun):
-                leaves.append(put_together(first, form.batch))
+            if isinstance(first, PaddedPlace):
+                leaves.append(existing(first, form.batch))
                 continue
             rows = arena[stored_kind(kind)][first // form.batch]
             leaves.append(from_stored(rows, ValueType(*kind)))

@@ -27,33 +27,29 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class TileRun:
-    """The place of a ragged result of an instance: tiles that an arena returns, one after another.
+class PaddedPlace:
+    """The place of a ragged result of an instance that an arena returns padded.
 
     Attributes:
-      first: the first of them among what the arena returns.
-      count: how many there are.
-      kind: shape and dtype of a tile.
-      shape: what they make up, the ragged axis at its place.
-      axis: that place.
+      first: its row among what the arena returns.
+      kind: shape and dtype of the padded array.
+      shape: of the part of it that exists.
     """
 
     first: int
-    count: int
     kind: Kind
     shape: tuple[int, ...]
-    axis: int
 
 
 def with_batch(place: Any, batch: int, room: int) -> Any:
     """Returns the place of stacked results of so many instances where there is room for others.
 
     Args:
-      place: the first row of a leaf, or a `TileRun`.
+      place: the first row of a leaf, or a `PaddedPlace`.
       batch: instances.
       room: for so many.
     """
-    if isinstance(place, TileRun):
+    if isinstance(place, PaddedPlace):
         return replace(place, first=place.first // batch * room)
     return place // batch * room
 
@@ -65,7 +61,7 @@ class OutputSpec:
     Attributes:
       structures: the pytree structure of each instance's result, or of all stacked ones.
       places: for each of these, (shape and dtype, first row) of every leaf; a ragged one is a
-        `Slice` or a `TileRun`, or one for each instance.
+        `Slice` or a `PaddedPlace`, or one for each instance.
       batch: instances stacked along the first axis; None for a list of results.
     """
 

@@ -83,23 +83,22 @@ class RaggedSummary(Protocol):
 
 
 @dataclass(frozen=True)
-class TiledRows:
-    """Counts of the rows that nodes on tiles run over, in arrays that differ in length.
+class PaddedRows:
+    """Counts of the rows that nodes on padded arrays run over.
 
     Attributes:
-      size: rows of a tile.
-      exist: rows that nodes on tiles run over, all together.
-      computed: rows of these tiles.
+      nodes: that there are.
+      exist: rows that they run over, all together.
+      computed: these rows with those of the padding.
     """
 
-    size: int
+    nodes: int
     exist: int
     computed: int
 
     def __str__(self) -> str:
         more = f", {self.computed / self.exist - 1:.1%} more than there are" if self.exist else ""
-        tiles = self.computed // self.size
-        return f"{tiles:,} nodes on tiles of {self.size} rows: {self.computed:,} rows{more}"
+        return f"{self.nodes:,} nodes on padded arrays: {self.computed:,} rows{more}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,9 +113,9 @@ class Host:
       ragged_calls: calls that run before the graph, if there are ragged arrays.
       apart: why arrays of different lengths are not run together; None if they are.
       assumed: of instances (see `RecordCache.shown`).
-      count_tiled: counts the rows that nodes on tiles run over, if there are such nodes.
-      untiled: why programs of ragged arrays run by themselves that nodes on tiles could replace,
-        if there are such.
+      count_padded: counts the rows that nodes on padded arrays run over, if there are such nodes.
+      unpadded: why programs of ragged arrays run by themselves that nodes on padded arrays could
+        replace, if there are such.
       device_seconds: a run took, if it was measured.
       outline: what has the batches and lanes of the minibatch, and may have no more; None if that
         is its placement.
@@ -131,17 +130,17 @@ class Host:
     ragged_calls: RaggedSummary | None = None
     apart: str | None = None
     assumed: Sequence[str] = ()
-    count_tiled: Callable[[], TiledRows] | None = None
-    untiled: str | None = None
+    count_padded: Callable[[], PaddedRows] | None = None
+    unpadded: str | None = None
     device_seconds: float | None = None
     outline: Placement | None = None
     numbers: Sequence[int] | None = None
     slow_calls: int = 0
 
     @functools.cached_property
-    def tiled(self) -> TiledRows | None:
-        """Rows that nodes on tiles run over, if there are such nodes."""
-        return None if self.count_tiled is None else self.count_tiled()
+    def padded(self) -> PaddedRows | None:
+        """Rows that nodes on padded arrays run over, if there are such nodes."""
+        return None if self.count_padded is None else self.count_padded()
 
     @functools.cached_property
     def lowered(self) -> Lowered:
@@ -227,14 +226,15 @@ class Plan:
     def ragged_rows(self) -> tuple[int, int] | None:
         """(rows computed, rows that exist) of arrays that differ in length, where rows are alike.
 
-        Of row-wise phases before the graph, and of nodes on tiles, each as often as it is run over.
+        Of row-wise phases before the graph, and of nodes on padded arrays, each as often as it is
+        run over.
         None if there are none, or once the plan has been flattened.
         """
-        if self.host is None or not (self.host.ragged_calls or self.host.tiled):
+        if self.host is None or not (self.host.ragged_calls or self.host.padded):
             return None
         exist, computed = self.host.ragged_calls.counts if self.host.ragged_calls else (0, 0)
-        tiled = self.host.tiled or TiledRows(1, 0, 0)
-        return computed + tiled.computed, exist + tiled.exist
+        padded = self.host.padded or PaddedRows(0, 0, 0)
+        return computed + padded.computed, exist + padded.exist
 
     def __reduce__(self) -> str:
         """Raises `TypeError`: plans name the compiled programs of this process."""
@@ -297,8 +297,8 @@ def summarize(plan: Plan) -> str:
         f"  schedule  {len(schedule)} batches {schedule.policy}{fallback}: {certified} "
         f"({by_policy})",
         *(host.ragged_calls.lines if host.ragged_calls else ()),
-        *([f"  tiles     {host.tiled}"] if host.tiled else ()),
-        *([f"  tiles     none for some arrays, since {host.untiled}"] if host.untiled else ()),
+        *([f"  padded    {host.padded}"] if host.padded else ()),
+        *([f"  padded    none for some arrays, since {host.unpadded}"] if host.unpadded else ()),
         *([f"  lengths   grouped by equal shapes, since {host.apart}"] if host.apart else ()),
         *(f"  assumed   {x}" for x in host.assumed),
         "",

@@ -21,7 +21,7 @@ from jax.core import Tracer
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.storage import Kind, stored_kind
 from jedbatch._jaxpr.transfers import fetched, handed_over
-from jedbatch._program.output_spec import OutputSpec, Slice, TileRun
+from jedbatch._program.output_spec import OutputSpec, PaddedPlace, Slice
 from jedbatch._program.placement import Placement
 from jedbatch._support.types import Array, Dtype
 
@@ -129,10 +129,8 @@ def leaf_numbers(form: OutputSpec, arenas: Sequence[Kind]) -> list[np.ndarray]:
         for kind, place in places:
             if isinstance(place, Slice | tuple):
                 continue
-            if isinstance(place, TileRun):
-                numbers[stored_kind(place.kind)] += [count] * place.count
-            else:
-                numbers[stored_kind(kind)].append(count)
+            stored = place.kind if isinstance(place, PaddedPlace) else kind
+            numbers[stored_kind(stored)].append(count)
             count += has_gradient(kind[1])
     return [np.array(numbers[kind], np.int64) for kind in arenas]
 

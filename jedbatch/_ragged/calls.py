@@ -16,14 +16,14 @@ from jedbatch._graph.record import Record
 from jedbatch._jaxpr.storage import from_stored, stored
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, shape_at
 from jedbatch._program.host_arrays import pack_rows, rows_of_inputs
-from jedbatch._program.output_spec import Slice, TileRun
+from jedbatch._program.output_spec import PaddedPlace, Slice
 from jedbatch._program.placement import Placement
 from jedbatch._program.plan import input_name
 from jedbatch._program.signature import Signature
 from jedbatch._ragged.microbatches import Microbatches, distributed, places_of_calls
 from jedbatch._ragged.packing import RowCapacity
+from jedbatch._ragged.padded_records import AnyLengthRecord, PaddedRecord
 from jedbatch._ragged.regions import Call, RaggedRecord, Region, some_are_ragged
-from jedbatch._ragged.tiled_records import ExpandedRecord
 from jedbatch._support.types import Array
 
 Targets = Mapping[tuple[int, int, int], int]
@@ -169,6 +169,8 @@ def lacks_rows(record: Record, arrays: Sequence[Array]) -> bool:
     """Returns whether an instance has fewer rows than what it computes needs."""
     if not isinstance(record, RaggedRecord):
         return False
+    if isinstance(record, AnyLengthRecord) and record.lacks_rows(record.lengths(arrays)):
+        return True
     for call in record.calls:
         phased = call.region.packed.phased
         if phased.needed.lacking(dict(zip(phased.symbols, call.lengths(arrays), strict=True))):
@@ -178,12 +180,12 @@ def lacks_rows(record: Record, arrays: Sequence[Array]) -> bool:
 
 def find_slices(
     calls: Sequence[RegionCalls], records: Sequence[Record]
-) -> list[dict[int, Slice | TileRun]]:
+) -> list[dict[int, Slice | PaddedPlace]]:
     """Returns for each instance where its ragged results are, by position among results."""
     if not some_are_ragged(records):
         return [{}] * len(records)
-    slices: list[dict[int, Slice | TileRun]] = [
-        dict(record.runs) if isinstance(record, ExpandedRecord) else {} for record in records
+    slices: list[dict[int, Slice | PaddedPlace]] = [
+        dict(record.padded) if isinstance(record, PaddedRecord) else {} for record in records
     ]
     for stage, region_calls in enumerate(calls):
         starts = [np.cumsum(c) - c for c in region_calls.counts]

@@ -18,11 +18,11 @@ from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers
 from jedbatch._graph.prune import without_unread
 from jedbatch._graph.record import Record
+from jedbatch._graph.types import NodeType, operation_of
 from jedbatch._graph.union_find import UnionFind
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.padding.padded_loops import loops_to_lengths
 from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes
-from jedbatch._ragged.joined_nodes import run_members, with_joined_nodes
 from jedbatch._ragged.regions import Call, RaggedRecord, Regions, Subgraph
 from jedbatch._record.identity.primitives import numbered
 from jedbatch._support.types import AxisSize
@@ -44,7 +44,6 @@ def cut_graphs(
       leaf_of: for each, the arrays whose length each symbol is; None if it has no symbols.
       turn_to: called with the number of the instance at hand.
     """
-    records = with_joined_nodes(regions, records)
     if None not in leaf_of:
         whole = _uncut(regions, without_unread(records[0].whole))
         if whole is not None:
@@ -73,9 +72,9 @@ def _cut_graph(
 
 
 def _uncut(regions: Regions, graph: Graph) -> Graph | None:
-    """Returns a graph if all ragged nodes become nodes on tiles, and all instances have some."""
+    """Returns a graph if all ragged nodes are to be padded, and all instances have some."""
     types = list(filter(regions.is_ragged, graph.present_types))
-    if not types or not regions.tiles.all_wanted(list(map(regions.on_tiles, types))):
+    if not types or not regions.padded.all_wanted(list(map(regions.ragged_type, types))):
         return None
     is_ragged_type = np.zeros(len(graph.types), bool)
     is_ragged_type[types] = True
@@ -91,7 +90,7 @@ def _uncut(regions: Regions, graph: Graph) -> Graph | None:
 
 @dataclass(frozen=True, eq=False)
 class Uncut:
-    """The graph of one instance of which all ragged nodes become nodes on tiles.
+    """The graph of one instance of which all ragged nodes are to be padded.
 
     Attributes:
       graph, index: the instance is number `index` of this graph.
@@ -201,7 +200,7 @@ class Cut:
         if not (is_light and all(map(regions.joins, set(rest)))):
             return None
         parts = self._parts(range(len(self.types)))
-        if any(map(inside.isdisjoint, parts)) or any(map(regions.has_tiles, self.subgraphs)):
+        if any(map(inside.isdisjoint, parts)) or any(map(regions.is_padded, self.subgraphs)):
             return None
         return parts
 
@@ -228,9 +227,11 @@ class Cut:
           CannotMergeError: a ragged node cannot run for several lengths together.
         """
         graph = self.graph
-        kept = [k for k, part in enumerate(self.subgraphs) if not self.regions.has_tiles(part)]
+        kept = [k for k, part in enumerate(self.subgraphs) if not self.regions.is_padded(part)]
         if kept and not self.regions.packs:
-            raise CannotMergeError(self.regions.tiles.apart or "no nodes on tiles do what is done")
+            raise CannotMergeError(
+                self.regions.padded.apart or "no nodes on padded arrays do what is done"
+            )
         parts = [self.parts[k] for k in kept if k < len(self.parts)]
         subgraphs, leaving_parts = (
             [self.subgraphs[k] for k in kept],
@@ -353,7 +354,7 @@ class Cut:
                 values = dict(zip(shared, shared_values, strict=True))
                 read = dict(zip(moving, operand_values, strict=True))
                 read.update((k, x.item() if kinds[k].weak else x) for k, x in constants.items())
-                results_made = run_members(node_types, subgraph.nodes, values, read)
+                results_made = _run_nodes(node_types, subgraph.nodes, values, read)
                 results = [
                     read[r] if isinstance(r, int) else results_made[r[0]][r[1]]
                     for r in subgraph.returned
@@ -375,6 +376,30 @@ class Cut:
         region = self.regions.region((subgraph.key, constants_key), subgraph.symbols, make)
         leaves = tuple(self.leaf_of[subgraph.symbols[k]][0] for k in region.order)
         return Call(region, tuple(sources[k] for k in moving), leaves)
+
+
+def _run_nodes(
+    node_types: Sequence[NodeType],
+    nodes: Sequence[tuple[int, tuple[Any, ...]]],
+    shared: Mapping[int, Any],
+    operands: Mapping[int, Any],
+) -> list[list[Any]]:
+    """Returns the results of the nodes of a connected part.
+
+    Args:
+      node_types: of each.
+      nodes: for each (id of its type, what it reads: operands of the part by number, results of
+        nodes by (node, number)).
+      shared: the values that all instances share, by id.
+      operands: of the part, by number.
+    """
+    results: list[list[Any]] = []
+    for node_type, (_, reads) in zip(node_types, nodes, strict=True):
+        args = [shared[s] for s in node_type.shared]
+        args += [operands[r] if isinstance(r, int) else results[r[0]][r[1]] for r in reads]
+        closed = operation_of(node_type).jaxpr
+        results.append(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args))
+    return results
 
 
 def _entries_as_rows(x: jax.Array) -> jax.Array:

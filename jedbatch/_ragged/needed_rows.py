@@ -5,6 +5,7 @@ length JAX supposes that there are enough, so what operations need is noted here
 the lengths of every instance before anything runs.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,7 @@ class NeededRows:
             tuple(dict.fromkeys((*windows(jaxpr.eqns), *divided_by))),
         )
 
-    @property
+    @functools.cached_property
     def lacks_nothing(self) -> bool:
         """Whether instances have all rows they need as long as none of their lengths is 0."""
         needed = (*self.extents, *(e for e, _ in self.nonempty))

@@ -38,8 +38,8 @@ from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged, symbols_in
 from jedbatch._jaxpr.versions import without_consts
 from jedbatch._ragged.packed_program import PackedProgram
+from jedbatch._ragged.padded_types import PaddedTypes, RaggedNodeType
 from jedbatch._ragged.phases import find_phases
-from jedbatch._ragged.tile_types import RaggedNodeType, TileTypes
 from jedbatch._record.identity.primitives import NumberedKeys, numbered
 from jedbatch._record.types.registry import Registry
 from jedbatch._support.types import AxisSize
@@ -190,13 +190,13 @@ class Regions:
     (the divisor of a score, an epsilon). Those are constants of a region, until they differ.
 
     Parts that would be a region of their own for nearly every instance are left in the graph, for
-    nodes on tiles (see `_ragged.tile_types`).
+    nodes on padded arrays (see `_ragged.padded_types`).
 
     Attributes:
       rest_work: floating-point operations up to which the rest of a graph joins its ragged parts.
-      packs: whether there are regions; without, nodes that have no tiles are told apart by shapes.
+      packs: whether there are regions; without, nodes that are not padded are told apart by shapes.
       joins_rest: whether it does as long as it is the same for all instances; not once one differs.
-      tiles: types of nodes on tiles.
+      padded: types of nodes on padded arrays.
       limit: from a type to the operand that its nodes, loops, count to; None of others.
     """
 
@@ -216,7 +216,7 @@ class Regions:
         self._renamed: dict[int, tuple[int, tuple[str, ...]]] = {}
         self._canonical: dict[Hashable, int] = {}
         self._numbers: dict[tuple[Hashable, int], bytes | None] = {}  # None where they differ
-        self.tiles = TileTypes(registry, every=not packs)
+        self.padded = PaddedTypes(registry, every=not packs)
 
     def is_ragged(self, type_id: int) -> bool:
         """Returns whether nodes of a type read or give ragged values, or ask for an extent."""
@@ -251,28 +251,28 @@ class Regions:
             self._renamed[type_id] = number, symbols
         return self._renamed[type_id]
 
-    def on_tiles(self, type_id: int) -> RaggedNodeType:
-        """Returns a type of ragged nodes as `tiles` knows it."""
+    def ragged_type(self, type_id: int) -> RaggedNodeType:
+        """Returns a type of ragged nodes as `padded` knows it."""
         number, symbols = self.renamed(type_id)
         return RaggedNodeType(number, type_id, symbols)
 
-    def has_tiles(self, subgraph: Subgraph) -> bool:
-        """Returns whether the nodes of a connected part become nodes on tiles."""
+    def is_padded(self, subgraph: Subgraph) -> bool:
+        """Returns whether the nodes of a connected part are to be padded."""
         limits = ((refs, self.limit(t)) for t, refs in subgraph.nodes)
         read = [refs[k] for refs, k in limits if k is not None and not isinstance(refs[k], int)]
         if any(self.is_ragged(subgraph.nodes[maker][0]) for maker, _ in read):
             return False  # a loop to a length, whose room is known in a region alone
-        return self.tiles.wanted(self._ragged_types(subgraph))
+        return self.padded.wanted(self._ragged_types(subgraph))
 
     def _ragged_types(self, subgraph: Subgraph) -> list[RaggedNodeType]:
         types = dict.fromkeys(t for t, _ in subgraph.nodes)
-        return [self.on_tiles(t) for t in types if self.is_ragged(t)]
+        return [self.ragged_type(t) for t in types if self.is_ragged(t)]
 
     def note(self, subgraphs: Sequence[Subgraph]) -> None:
         """Takes note of the parts of an instance, and of numbers they read, perhaps constants."""
-        self.tiles.note((s.key, self._ragged_types(s)) for s in subgraphs)
+        self.padded.note((s.key, self._ragged_types(s)) for s in subgraphs)
         for subgraph in subgraphs:
-            if not self.has_tiles(subgraph):
+            if not self.is_padded(subgraph):
                 self._note_numbers(subgraph)
 
     def note_whole(self, subgraphs: Sequence[Subgraph]) -> None:

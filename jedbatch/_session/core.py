@@ -207,14 +207,14 @@ class Core:
         """Records instances as graphs alone, ahead of which nothing runs.
 
         What runs on several devices, in exports and in other processes are graphs. There nodes on
-        tiles take the place of packed rows, in a session of their own.
+        padded arrays take the place of packed rows, in a session of their own.
         """
         session, _ = self.session(shared, devices)
         with self.planning:
-            if not session.tiles:
+            if not session.padded:
                 minibatch = self.record(session, instances)
-                session.tiles = bool(find_calls(minibatch.records, minibatch.arrays))
-                if not session.tiles:
+                session.padded = bool(find_calls(minibatch.records, minibatch.arrays))
+                if not session.padded:
                     return minibatch
             return self.record(self.session(shared, devices, packs=False)[0], instances)
 

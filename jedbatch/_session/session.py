@@ -58,8 +58,8 @@ class Session:
       num_types: node types when a minibatch was planned last.
       new_in_a_row: minibatches, up to the last, each of which had types that none before had.
       num_regions: programs of arrays of any length when a minibatch was planned last.
-      tiles: whether instances are recorded anew where they are to be graphs alone, with tiles in
-        place of packed rows.
+      padded: whether instances are recorded anew where they are to be graphs alone, with padded
+        arrays in place of packed rows.
       regions_in_a_row: minibatches, up to the last, each of which had such programs that none
         before had.
       lengths_in_a_row: calls that decided on values, up to the last, each of which had types for
@@ -81,7 +81,7 @@ class Session:
     num_types: int = 0
     new_in_a_row: int = 0
     num_regions: int = 0
-    tiles: bool = False
+    padded: bool = False
     regions_in_a_row: int = 0
     lengths_in_a_row: int = 0
     arranged: Memory = field(default_factory=lambda: Memory(0))

@@ -397,10 +397,10 @@ def assert_merged(plan: Plan) -> None:
         raise AssertionError(
             f"arrays of different lengths are grouped by equal shapes, since {host.apart}."
         )
-    if host.untiled is not None:
+    if host.unpadded is not None:
         raise AssertionError(
             "arrays of different lengths run in a program of their own for each kind of instance, "
-            f"since {host.untiled}."
+            f"since {host.unpadded}."
         )
     graph, schedule = host.placed.graph, host.placed.schedule
     alike: dict[Any, dict[str, None]] = {}

@@ -9,7 +9,7 @@ from cases.helpers import random_tree
 
 import jedbatch
 
-SITES = [1, 5, 8, 16, 17, 30]  # tiles have 8 rows here
+SITES = [1, 5, 8, 16, 17, 30]  # capacities are 8, 16 and 32 here
 
 
 def weights():
@@ -67,12 +67,12 @@ def met(node, params, tree):
     return node(params, x + 0.5 * u, y - v)
 
 
-def on_tiles(batched, instances, params=None):
+def padded_plan(batched, instances, params=None):
     """The plan, which runs nothing before the graph."""
     plan = batched.plan(weights() if params is None else params, instances)
     assert plan.host.apart is None, plan.host.apart
-    assert plan.host.untiled is None, plan.host.untiled
-    assert plan.host.tiled is not None
+    assert plan.host.unpadded is None, plan.host.unpadded
+    assert plan.host.padded is not None
     assert plan.host.ragged_calls is None
     return plan
 

@@ -225,7 +225,7 @@ def test_platforms():
 
 
 def test_arrays_that_differ_in_length():
-    """They are tiles of graphs, of as many rows as they come with."""
+    """They are padded to the capacities that there are."""
 
     def mean(p, words):
         return jnp.tanh(p["e"][words] @ p["w"][:4]).mean(0)

@@ -16,7 +16,6 @@ from jedbatch._jaxpr.native_calls import has_whole_bytes
 from jedbatch._jaxpr.padding.axis_rules import CUMULATIVE_OPERATIONS
 from jedbatch._jaxpr.padding.padded_rules import Padded
 from jedbatch._jaxpr.symbolic_dims import make_symbol
-from jedbatch._ragged.tile_reductions import REDUCED_IN_TILES, TileRows
 
 N = make_symbol("n", export.SymbolicScope(["n >= 3"]))
 EXIST, ROOM, COLUMNS = 5, 8, 6  # rows that exist, and all of them
@@ -88,24 +87,6 @@ def padded(closed, x):
     return found
 
 
-def in_tiles(closed, x):
-    (eqn,) = closed.jaxpr.eqns
-    half = ROOM // 2
-    reduction, parts = REDUCED_IN_TILES[eqn.primitive.name](eqn, False), []
-    for start in (0, half):
-        count = jnp.int32(min(half, EXIST - start))
-        rows = TileRows(half, jnp.int32(start), count)
-        parts.append(reduction.reduce([x[start : start + half]], [(0, 0)], rows))
-    if reduction.identity is not None:  # nor does a tile without rows change anything
-        shape, dtype = parts[0][0].shape, eqn.outvars[0].aval.dtype
-        kinds = zip(reduction.identity, reduction.dtypes, strict=True)
-        parts.append([jnp.full(shape, value, kind or dtype) for value, kind in kinds])
-    found = parts[0]
-    for more in parts[1:]:
-        found = reduction.combine(*found, *more)
-    return reduction.finish(*found) if reduction.finishes else found[0]
-
-
 def in_lists(closed, x):
     (eqn,) = closed.jaxpr.eqns
     exists = jnp.arange(ROOM) < EXIST
@@ -114,10 +95,9 @@ def in_lists(closed, x):
 
 ROUNDED = {name for name, monoid in monoids.MONOIDS.items() if monoid in ("add", "mul")}
 ROUNDED |= {"cumlogsumexp"}
-PLACES = {"padded": padded, "tiles": in_tiles, "lists": in_lists}
+PLACES = {"padded": padded, "lists": in_lists}
 KNOWN = {
     "padded": [*monoids.MONOIDS, "cumlogsumexp"],
-    "tiles": [name for name in monoids.MONOIDS if name in REDUCED_IN_TILES],
     "lists": list(monoids.REDUCTIONS),
 }
 
@@ -127,7 +107,7 @@ SOME = ["bool", "int8", "uint64", "int4", "bfloat16", "float32", "float8_e4m3fn"
 
 
 def tolerance(name, dtype):
-    """Sums are rounded in another order in tiles, and what XLA rounds in between is its affair."""
+    """Sums are rounded in another order in lists, and what XLA rounds in between is its affair."""
     is_rounded = name not in ROUNDED or dtype == np.bool_ or is_whole(dtype)
     return 0 if is_rounded else 8 * float(jnp.finfo(dtype).eps)
 

@@ -378,7 +378,7 @@ def test_planners_refuse_what_is_not_theirs():
 
 
 def test_arrays_that_differ_in_length():
-    """Other processes plan them as nodes on tiles."""
+    """Other processes plan them as nodes on padded arrays."""
     batched, rng = jedbatch.batch(planned.total), np.random.default_rng(0)
     first, other = (
         [rng.normal(size=(n, 4)).astype(np.float32) for n in lengths]

@@ -49,7 +49,7 @@ def test_one_device():
 
 
 def test_instances_are_recorded_once():
-    """Whether they are graphs alone, or have to be recorded anew with tiles, which is kept."""
+    """Whether they are graphs alone, or are recorded anew with padded arrays, which is kept."""
     batched, p = jedbatch.batch(total), jnp.ones(3)
     assert "(0 of 5 instances known)" in str(batched.plan(p, TREES, mesh=mesh_of(1)).shards[0])
     calls = []
@@ -198,7 +198,7 @@ def test_workers_plan_no_shards():
 
 
 def test_arrays_that_differ_in_length():
-    """They run on tiles; lengths never seen compile nothing. Calls without a mesh pack them."""
+    """They are padded; lengths never seen compile nothing. Calls without a mesh pack them."""
 
     def attend(p, xs):
         weights = jax.nn.softmax((xs @ p) @ (xs @ p).T)
@@ -232,7 +232,7 @@ def test_arrays_that_differ_in_length():
     assert_close(batched.apply(p, here), expected, rtol=1e-5)
 
 
-def test_what_tiles_cannot_do_is_grouped_by_shapes():
+def test_what_cannot_be_padded_is_grouped_by_shapes():
     spectrum = jedbatch.batch(lambda p, x: jnp.abs(jnp.fft.fft(x * p)).max())
     arrays = [np.arange(n, dtype=np.float32) for n in (4, 6, 4, 5)]
     plan = spectrum.plan(jnp.float32(2), arrays, mesh=mesh_of(1))

@@ -178,20 +178,23 @@ class ContractionStage:
             for pair, place in found.places:
                 places[divmod(pair, size)].add(place)
 
-    def next_step(self, fixed: set[int], names: dict[int, str]) -> Contraction:
+    def next_step(self, fixed: set[int], ragged: set[int], names: dict[int, str]) -> Contraction:
         """Returns the step that should follow, `NO_STEP` if none.
 
         Args:
           fixed: kinds that are not contracted.
+          ragged: kinds on arrays of any length, of which each has a type for every capacity. What
+            reads their results and is none of them does not become one with them.
           names: of kinds, which decide between steps that are as good.
         """
         kinds, reads = list(self.number), self.fed > 0
-        is_fixed = np.array([k in fixed for k in kinds])
+        is_fixed, is_ragged = (np.array([k in some for k in kinds]) for some in (fixed, ragged))
         leads = _closure(reads)
         recurs = np.diag(leads)
         rare = (self.count <= self.num_instances) & ~recurs
         often = (self.count > MANY_TIMES * self.num_instances) & recurs
         barred = recurs[:, None] & ~leads.T | rare[:, None] & often | is_fixed[:, None] | is_fixed
+        barred |= is_ragged[:, None] & ~is_ragged
         np.fill_diagonal(barred, val=True)
         stay = self.fed < self.count  # readers of the second kind that read no maker of the first
         adds = np.where(reads, stay, 0) - reads
@@ -239,6 +242,7 @@ class Coalescing:
         self._kinds: dict[Pattern, int] = {}  # of blocks, below 0
         self._names: dict[int, str] = {}
         self._fixed: set[int] = set()  # types that stay what they are
+        self._ragged: set[int] = set()  # kinds on arrays of any length
         self._leaving: dict[Pattern, int] = {}
         self._written: dict[tuple[Pattern, int], bytes | None] = {}  # None if numbers differ
         self._takes_ragged = False
@@ -253,6 +257,8 @@ class Coalescing:
             self._names[t] = f"{node_type.name}{node_type.shared}"
             if self._is_fixed(node_type):
                 self._fixed.add(t)
+            if _is_ragged(node_type):
+                self._ragged.add(t)
         if present <= self._fixed:
             return graph
         if len(self._start.number) > MAX_KINDS:
@@ -270,7 +276,7 @@ class Coalescing:
         self._met += graph.num_instances, len(graph.node_type)
         types = [graph.types[t] for t in graph.present_types]
         self._begun = bool((self._met >= ENOUGH).all())
-        self._begun |= any(is_cell(t) or self._is_packed(t) for t in types)
+        self._begun |= any(is_cell(t) or (_is_ragged(t) and not self._takes_ragged) for t in types)
         if self._begun and before:
             self._registry.assumptions.fail("types")
         return self._begun
@@ -282,6 +288,7 @@ class Coalescing:
             self._registry.assumptions.fail("types")
             self._names.clear()
             self._fixed.clear()
+            self._ragged.clear()
             self._forget()
 
     def _forget(self) -> None:
@@ -292,17 +299,11 @@ class Coalescing:
 
     def _is_fixed(self, node_type: NodeType) -> bool:
         """Returns whether nodes of a type stay what they are."""
-        if origin(node_type) in (CELL, LISTS) or self._is_packed(node_type):
+        if origin(node_type) in (CELL, LISTS):
+            return True
+        if _is_ragged(node_type) and not self._takes_ragged:
             return True
         return performs(operation_of(node_type).jaxpr, *CONTROL_FLOW)
-
-    def _is_packed(self, node_type: NodeType) -> bool:
-        """Returns whether nodes of a type are on arrays of any length that are left alone."""
-        most = 1 if self._takes_ragged else 0
-        values = *node_type.operands, *node_type.results
-        if any(len(ragged_axes(t.shape)) > most for t in values):
-            return True
-        return not self._takes_ragged and bool(symbols_in(operation_of(node_type).jaxpr))
 
     def _contracted(self, graph: Graph, *, learns: bool) -> np.ndarray | None:
         """int64[N], the block that each node becomes part of, in an order to compute them in.
@@ -343,7 +344,7 @@ class Coalescing:
         """Notes blocks at a stage of contraction, and finds the step that follows it."""
         known = set(stage.number)
         stage.note(blocks, reads, depth, num_instances)
-        while (step := stage.next_step(self._fixed, self._names)) != NO_STEP:
+        while (step := stage.next_step(self._fixed, self._ragged, self._names)) != NO_STEP:
             merged, _ = blocks.joined(reads, *step.joined(blocks, reads, depth))
             if num_kinds(self._with_kinds(merged)) <= num_kinds(blocks):
                 break
@@ -361,6 +362,8 @@ class Coalescing:
                 number = self._kinds[pattern] = -1 - len(self._kinds)
                 parts = " ".join(self._names[k] for k in pattern.types)
                 self._names[number] = f"[{parts}]{pattern.reads}"
+                if not self._ragged.isdisjoint(pattern.types):
+                    self._ragged.add(number)
             merged.blocks.kind[b] = number
         return merged.blocks
 
@@ -489,6 +492,14 @@ class Numbers:
 def num_kinds(blocks: Blocks) -> int:
     """Returns how many kinds of blocks there are."""
     return len(np.unique(blocks.kind))
+
+
+def _is_ragged(node_type: NodeType) -> bool:
+    """Returns whether nodes of a type are on arrays of any length, or ask for one."""
+    values = *node_type.operands, *node_type.results
+    if any(ragged_axes(t.shape) for t in values):
+        return True
+    return bool(symbols_in(operation_of(node_type).jaxpr))
 
 
 def has_cells(graph: Graph) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._jaxpr.storage import Kind, stored_kind
-from jedbatch._program.output_spec import OutputSpec, Slice, TileRun, with_batch
+from jedbatch._program.output_spec import OutputSpec, PaddedPlace, Slice, with_batch
 from jedbatch._program.placement import NO_VALUE
 from jedbatch._program.plan import input_name
 
@@ -72,7 +72,7 @@ def form_of_results(
     name: str,
     records: Sequence[InstanceOutput],
     outputs: np.ndarray,
-    slices: Sequence[Mapping[int, Slice | TileRun]],
+    slices: Sequence[Mapping[int, Slice | PaddedPlace]],
     stacked: bool,
 ) -> Returned:
     """(what each arena returns, the form of the result) from what all instances return.
@@ -81,8 +81,8 @@ def form_of_results(
       name: of the function, for messages.
       records: structure and types of the results of each instance.
       outputs: what the graph returns, instance after instance.
-      slices: the ragged results of each instance by position, which arenas do not return, or as
-        tiles.
+      slices: the ragged results of each instance by position, which arenas do not return, or
+        padded.
       stacked: along a new first axis, or a list of results.
     """
     if stacked and not any(slices):
@@ -97,10 +97,10 @@ def form_of_results(
         for position, kind in enumerate(record.types):
             if position in ragged:
                 place = ragged[position]
-                if isinstance(place, TileRun):
+                if isinstance(place, PaddedPlace):
                     found = rows.setdefault(stored_kind(place.kind), [])
                     place = replace(place, first=len(found))
-                    found += [next(references) for _ in range(place.count)]
+                    found.append(next(references))
                 instance_results.append(((place.shape, kind[1]), place))
                 continue
             found = rows.setdefault(stored_kind(kind), [])
@@ -119,11 +119,10 @@ def form_of_results(
         if isinstance(place, Slice):
             together.append((kind, tuple(place for _, place in column)))
             continue
-        if isinstance(place, TileRun):
+        if isinstance(place, PaddedPlace):
             stored = stored_kind(place.kind)
             together.append((kind, replace(place, first=len(order[stored]))))
-            for t in range(place.count):
-                order[stored] += [rows[stored][run.first + t] for _, run in column]
+            order[stored] += [rows[stored][own.first] for _, own in column]
             continue
         found = order[stored_kind(kind)]
         together.append((kind, len(found)))

@@ -42,8 +42,8 @@ from jedbatch._ragged.calls import (
     make_ragged_calls,
     returns_ragged,
 )
+from jedbatch._ragged.padded_records import counter_of_padded
 from jedbatch._ragged.regions import Region, some_are_ragged
-from jedbatch._ragged.tiled_records import counter_of_tiles
 from jedbatch._record.instances.arrays import is_array
 from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._schedule.schedule import Schedule
@@ -176,8 +176,8 @@ def make_plan(
     shown = session.records.lengths.shown
     warn_if_degenerate(graph, session.registry, session.new_in_a_row, shown)
     warn_if_many_lengths(minibatch.arrays, graph, session.registry, shown)
-    untiled = session.records.regions.tiles.apart if calls else None
-    warn_if_programs_grow(calls, session.registry, session.regions_in_a_row, untiled)
+    unpadded = session.records.regions.padded.apart if calls else None
+    warn_if_programs_grow(calls, session.registry, session.regions_in_a_row, unpadded)
     arranged, clock = arrange(minibatch, graph, returned, flags, brought, batches)
     if minibatch.structures and not (
         some_are_ragged(records) and any(map(returns_ragged, records))
@@ -252,8 +252,8 @@ def with_inputs(
             ragged_calls,
             lengths.shown,
             session.records.shown,
-            counter_of_tiles(records, arrays),
-            regions.tiles.apart if calls else None,
+            counter_of_padded(records, arrays),
+            regions.padded.apart if calls else None,
             outline=arranged.placed,
             numbers=numbers,
             slow_calls=0 if is_known else session.registry.slow_calls.total(),

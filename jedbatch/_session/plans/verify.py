@@ -10,7 +10,7 @@ from jedbatch._jaxpr.storage import Kind, stored_kind
 from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged
 from jedbatch._program.lower import lower
 from jedbatch._program.lower_vjp import ReverseSignature
-from jedbatch._program.output_spec import OutputSpec, Slice, TileRun
+from jedbatch._program.output_spec import OutputSpec, PaddedPlace, Slice
 from jedbatch._program.placement import NO_VALUE, Placement
 from jedbatch._program.plan import Plan
 from jedbatch._program.signature import Signature
@@ -161,11 +161,11 @@ def _positions(form: OutputSpec, signature: Signature) -> list[Sequence[int]]:
 
 
 def _rows(places: Sequence[tuple[Kind, Any]], batch: int) -> list[tuple[Kind, int]]:
-    """(kind, first row) of what arenas return of some results: a row of each, or several tiles."""
+    """(kind, first row) of what arenas return of some results: a row of each."""
     rows: list[tuple[Kind, int]] = []
     for kind, place in places:
-        if isinstance(place, TileRun):
-            rows += [(place.kind, place.first + t * batch) for t in range(place.count)]
+        if isinstance(place, PaddedPlace):
+            rows.append((place.kind, place.first))
         elif not isinstance(place, Slice | tuple):
             rows.append((kind, place))
     return rows

@@ -114,7 +114,7 @@ def warn_if_programs_grow(
       calls: of each program of a minibatch.
       registry: notes the causes that have been warned of.
       new_in_a_row: minibatches, up to this one, that each had programs that none before had.
-      apart: why nodes on tiles cannot take their place; None if they can, or need not.
+      apart: why nodes on padded arrays cannot take their place; None if they can, or need not.
     """
     if apart is None or not new_in_a_row:
         return
@@ -127,7 +127,7 @@ def warn_if_programs_grow(
     warn_once(
         GroupedByShapesWarning,
         f"{found}, which are compiled one by one: what they do to arrays of any length cannot be "
-        f"cut into tiles of rows, {apart}. Reduce such arrays to vectors before instances differ "
+        f"padded between nodes, {apart}. Reduce such arrays to vectors before instances differ "
         "in what is done with them, or pad them to a few lengths",
         registry.warned,
     )

@@ -10,8 +10,8 @@ from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
 from jedbatch._kernel.target import Target
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
+from jedbatch._ragged.padded_records import Padding
 from jedbatch._ragged.regions import RaggedRecord, Regions
-from jedbatch._ragged.tiled_records import Expansion
 from jedbatch._record.identity.environment import NOWHERE, Reached
 from jedbatch._record.instances.key import keys_with_arrays
 from jedbatch._record.operations.floats import Floats
@@ -116,7 +116,7 @@ class RecordCache:
       by_id: (instance, record) by the id of an instance that cannot change.
       with_arrays: records of instances with arrays, as long as lengths do not matter.
       lengths, regions: of arrays whose length differs, and what is done to them.
-      expansion: of graphs for all lengths to graphs for those of a minibatch.
+      padding: of graphs for all lengths to the capacities of a minibatch.
       floats: of instances, which may be operands.
       sequences: of whole numbers in instances, which may be arrays.
       constants: of instances, which may be arrays of any length.
@@ -146,7 +146,7 @@ class RecordCache:
         self._families: Memory = Memory(self._limit, registry.budget, _bytes_of_family)
         self.lengths = Lengths(self._families, registry.assumptions)
         self.regions = Regions(registry, target.rest_work, options.packs)
-        self.expansion = Expansion(self.regions, registry.budget)
+        self.padding = Padding(self.regions, registry.budget)
 
     def read(self, reached: Reached) -> None:
         """Sets what recordings read besides their arguments, until `nothing_to_read` is called."""

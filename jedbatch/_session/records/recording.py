@@ -28,8 +28,8 @@ from jedbatch._jaxpr.symbolic_dims import (
 from jedbatch._ragged.calls import lacks_rows
 from jedbatch._ragged.cutting import cut_graphs
 from jedbatch._ragged.lengths import RaggedTypes, without_lengths
+from jedbatch._ragged.padded_records import with_padded_nodes
 from jedbatch._ragged.regions import RaggedRecord
-from jedbatch._ragged.tiled_records import on_tiles
 from jedbatch._record.identity.concretization import asks_types, noting_calls
 from jedbatch._record.identity.environment import Reached
 from jedbatch._record.instances.arrays import array_type
@@ -157,7 +157,7 @@ class Recording:
         if found is None:
             return None
         cache.lengths.none_apart()
-        return cache.expansion.expand(*found)
+        return cache.padding.pad(*found)
 
     def find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None = None):
         """(records of the instances, their arrays, closed-over tracers, how many were known).
@@ -189,7 +189,7 @@ class Recording:
             warn_if_slowly_recorded(cache.registry, cache.num_recorded)
             cache.num_recorded += 1
             cache.num_types = len(cache.registry.node_types)
-        return *cache.expansion.expand(records, arrays), tracers, num_known
+        return *cache.padding.pad(records, arrays), tracers, num_known
 
     def _find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None) -> Any:
         """Does the same under what is assumed now; may raise `GuardFailed`."""
@@ -479,16 +479,16 @@ def _set_short_apart(
 
 
 def record_and_warn(
-    cache: RecordCache, record: Callable, instances: Instances, *, tiled: bool = False
+    cache: RecordCache, record: Callable, instances: Instances, *, padded: bool = False
 ) -> Any:
     """Records instances, and warns if that takes long.
 
-    Arrays of any length are `tiled`, so that operations on them may be merged like others.
+    Arrays of any length are `padded`, so that operations on them may be merged like others.
     """
     registry, start = cache.registry, time.perf_counter()
     recorded = record(instances)
     seconds = time.perf_counter() - start
-    if tiled and not has_cells(recorded.graph):
+    if padded:
         cache.coalescing.take_ragged()
     records = recorded.records(cache.passes)
     if cache.warns_of_operations:
@@ -560,9 +560,6 @@ class RaggedRecording:
             self.asked[i].check()
         leaf_of = [given and given.symbols for given in self.given]
         num_arrays = list(map(len, self.instances.arrays))
-        if not cache.regions.tiles.rows:
-            lengths = [given.lengths for given in self.given if given]
-            cache.regions.tiles.choose_rows([n for own in lengths for n in own if n >= 0])
         cuts = cut_graphs(cache.regions, graphs, num_arrays, leaf_of, self._turn_to)
         before = cache.registry.assumptions.version("regions")
         for cut in cuts:
@@ -592,8 +589,9 @@ class RaggedRecording:
             mine = list(members)
             self.number = mine[0]
             records, leaves = [made[i] for i in mine], [leaf_of[i] or {} for i in mine]
-            for i, tiled in zip(mine, on_tiles(records, cache.regions, leaves), strict=True):
-                graphs[i] = tiled
+            padded = with_padded_nodes(records, cache.regions, leaves)
+            for i, record_of_any in zip(mine, padded, strict=True):
+                graphs[i] = record_of_any
         compared = [i for i in range(len(cuts)) if self._compared(i)]
         if compared:
             raise GuardFailed
@@ -606,15 +604,15 @@ class RaggedRecording:
     def _recorded(
         self, record: Callable, instances: Instances
     ) -> tuple[list[Record], list[bool], list[Any]]:
-        """Returns the result of `record`, with nodes merged if they have tiles and that pays.
+        """Returns the result of `record`, with nodes merged if they are padded and that pays.
 
         Regions are programs of single operations, whatever they were recorded as.
         """
         cache = self.cache
-        if not cache.regions.tiles.is_used:
+        if not cache.regions.padded.is_used:
             recorded = record(instances)
             return recorded.records(cache.passes), *recorded[2:]
-        return record_and_warn(cache, record, instances, tiled=True)
+        return record_and_warn(cache, record, instances, padded=True)
 
     def has_asked(self, error: Exception) -> bool:
         """Returns whether an error came after JAX or Python had asked about a length."""

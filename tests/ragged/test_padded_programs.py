@@ -12,7 +12,7 @@ from cases.helpers import assert_close, check, mostly_slow, random_tree
 from cases.trees_of_rows import (
     compiles_nothing_late,
     met,
-    on_tiles,
+    padded_plan,
     pairs,
     prune,
     trees,
@@ -21,8 +21,7 @@ from cases.trees_of_rows import (
 
 import jedbatch
 from jedbatch import testing
-from jedbatch._ragged import tile_types
-from jedbatch._ragged.joined_tiles import tiles_joined
+from jedbatch._ragged.padded_programs import capacities
 from jedbatch.errors import GroupedByShapesWarning
 
 
@@ -94,7 +93,7 @@ def test_cells_take_all_rows_together(name):
     states = recursive(ROWS[name])
     fn = lambda params, tree: jnp.sin(states(params, tree)).sum(0)  # noqa: E731
     batched = check(fn, weights(), trees(0), rtol=3e-4)
-    testing.assert_merged(on_tiles(batched, trees(0)))
+    testing.assert_merged(padded_plan(batched, trees(0)))
     compiles_nothing_late(batched, trees)
 
 
@@ -108,12 +107,12 @@ PLAIN = {
 @pytest.mark.parametrize("name", mostly_slow(PLAIN, "cumsum"))
 def test_functions_take_all_rows_of_cells_together(name):
     batched = check(PLAIN[name], weights(), trees(1), rtol=3e-4)
-    testing.assert_merged(on_tiles(batched, trees(1)))
+    testing.assert_merged(padded_plan(batched, trees(1)))
     compiles_nothing_late(batched, trees)
 
 
 def test_results_with_rows_and_without_are_returned():
-    """Lengths of more tiles than any before are types of their own; all others are known."""
+    """Lengths above all capacities before are types of their own; all others are known."""
     states = recursive(attention)
 
     @jedbatch.cell
@@ -129,9 +128,9 @@ def test_results_with_rows_and_without_are_returned():
         instances = trees(seed, sites=sites)
         expected = [fn(weights(), tree) for tree in instances]
         assert_close(batched(weights(), instances), expected, 1e-4)
-    graph = on_tiles(batched, trees(2, sites=[33, 8])).graph
+    graph = padded_plan(batched, trees(2, sites=[33, 8])).graph
     names = {graph.types[t].name for t in graph.node_type.tolist()}
-    assert {"ends, 1 tile", "ends, 6 tiles"} < names
+    assert {"ends, 8 rows", "ends, 64 rows"} < names
 
 
 def test_no_rows():
@@ -151,7 +150,7 @@ def test_no_rows():
     instances = trees(2, sites=[0, 3, 9])
     assert 0 in {len(jax.tree.leaves(tree)[0]) for tree in instances}
     batched = check(lambda p, tree: ends(p, states(p, tree)), weights(), instances, rtol=3e-4)
-    on_tiles(batched, instances)
+    padded_plan(batched, instances)
     largest = jedbatch.cell(lambda params, x: recurrent(params, x)[0].max(0))
     with pytest.raises(ValueError, match=r"instance \d .* length 0, f32\[0,\d\], .* maximum of"):
         jedbatch.batch(lambda p, tree: largest(p, states(p, tree)))(weights(), instances)
@@ -178,10 +177,7 @@ def test_padding_reaches_no_derivative():
 
 
 def test_rows_that_are_none_repeat_the_last_one():
-    """There a distance is 0, or what is left of an array, and its slope is no number.
-
-    Of 5 tiles the last one is read twice, with rows in it that are not the last.
-    """
+    """There a distance is 0, or what is left of an array, and its slope is no number."""
 
     @jedbatch.cell
     def shares(x):
@@ -197,8 +193,8 @@ def test_rows_that_are_none_repeat_the_last_one():
     fn = lambda params, tree: shares(states(params, tree)).sum(0)  # noqa: E731
     instances = trees(0, sites=[9, 12, 33, 36])
     batched = check(fn, weights(), instances, rtol=3e-4)
-    names = {t.name for t in on_tiles(batched, instances).graph.types}
-    assert "node, 6 tiles" in names
+    names = {t.name for t in padded_plan(batched, instances).graph.types}
+    assert "node, 64 rows" in names
 
 
 @pytest.mark.slow
@@ -227,7 +223,7 @@ def test_several_lengths():
         return x.sum(0) @ params["w"] + jnp.tanh(y).sum(0)
 
     batched = check(fn, weights(), pairs(0), rtol=3e-4)
-    on_tiles(batched, pairs(0))
+    padded_plan(batched, pairs(0))
     compiles_nothing_late(batched, pairs)
 
 
@@ -242,7 +238,7 @@ def test_no_rows_of_one_of_two_arrays():
 
     instances = pairs(1, sites=(0, 3, 9))
     batched = check(fn, weights(), instances, rtol=3e-4)
-    on_tiles(batched, instances)
+    padded_plan(batched, instances)
 
 
 def leaves_of_any_length(seed, count=8, most=7):
@@ -272,23 +268,18 @@ def visited(mix, params, tree):
 
 
 def test_attention_without_a_cell():
-    """Operations that read and give scores are one node, which reads and gives tiles."""
+    """Scores are arrays [n, m], some of which go from node to node."""
 
     def fn(params, tree):
         return jnp.sin(visited(attends_to, params, tree)).sum(0)
 
-    batched = check(fn, weights(), leaves_of_any_length(0), rtol=3e-4, alone=jax.jit(fn))
-    compiles_nothing_late(batched, leaves_of_any_length)
-    instances = leaves_of_any_length(1, most=4)
-    graph = on_tiles(batched, instances).graph
-    names = [graph.types[t].name for t in graph.node_type.tolist()]
-    inner = [len(jax.tree.leaves(tree)) - 1 for tree in instances]
-    assert sum("matmul" in name and "tile" in name for name in names) == sum(inner)
+    instances = leaves_of_any_length(0)
+    batched = check(fn, weights(), instances, rtol=3e-4, alone=jax.jit(fn))
+    padded_plan(batched, instances)
 
 
 @pytest.mark.slow
 def test_scores_that_meet_on_the_way():
-    """Two tables that are read together, and what is computed between them, are one node."""
 
     def mix(params, x, y):
         first, second = x @ y.T, jnp.tanh(x) @ y.T
@@ -299,12 +290,11 @@ def test_scores_that_meet_on_the_way():
         return visited(mix, params, tree).sum(0)
 
     batched = check(fn, weights(), leaves_of_any_length(2), rtol=3e-4, alone=jax.jit(fn))
-    on_tiles(batched, leaves_of_any_length(2))
-    compiles_nothing_late(batched, leaves_of_any_length)
+    padded_plan(batched, leaves_of_any_length(2))
 
 
 def test_results_as_long_as_nothing_that_is_read():
-    """A node that reads lengths alone has room for the tiles of its results."""
+    """A node may read lengths alone."""
 
     def mix(params, x, y):
         table = jnp.ones((x.shape[0], y.shape[0]))
@@ -314,12 +304,11 @@ def test_results_as_long_as_nothing_that_is_read():
     fn = lambda params, tree: visited(mix, params, tree).sum(0)  # noqa: E731
     instances = leaves_of_any_length(0)
     batched = check(fn, weights(), instances, rtol=3e-4, alone=jax.jit(fn))
-    on_tiles(batched, instances)
+    padded_plan(batched, instances)
 
 
-def test_whole_trees_do_not_become_nodes(monkeypatch):
-    """Where rows are joined end to end, there would be a type for every tree."""
-    monkeypatch.setattr(tile_types, "MAX_JOINED", 4)
+def test_rows_that_are_joined_end_to_end_are_not_padded():
+    """There would be types for every tree."""
 
     def fn(params, tree):
         join = lambda p, x, y: jnp.concatenate([project(p, x), y])  # noqa: E731
@@ -336,12 +325,14 @@ def test_whole_trees_do_not_become_nodes(monkeypatch):
     assert warning.category is GroupedByShapesWarning
     assert re.search(r"[nm] \+ \w+ rows, which is no length of an array", str(warning.message))
     plan = batched.plan(weights(), instances)
-    assert plan.host.tiled is None
+    assert plan.host.padded is None
     assert_close(batched(weights(), instances), expected, 1e-4)
 
 
-def test_few_numbers_of_tiles_have_a_type():
-    counts = tiles_joined(np.arange(200)).tolist()
-    assert counts[:14] == [1, 1, 2, 3, 4, 6, 6, 8, 8, 12, 12, 12, 12, 16]
-    assert all(k <= n <= max(1, k, 1.5 * k - 1.5) for k, n in enumerate(counts))
-    assert len(set(counts)) == 16
+def test_capacities_are_few():
+    lengths = np.arange(1500)
+    found = capacities(lengths)
+    assert found[:66].tolist() == [8] * 9 + [16] * 8 + [32] * 16 + [64] * 32 + [96]
+    assert (found >= lengths).all()
+    assert (found[64:] < 1.5 * lengths[64:]).all()
+    assert len(np.unique(found)) == 13

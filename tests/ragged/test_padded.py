@@ -13,7 +13,7 @@ from cases.trees_of_rows import (
     SITES,
     compiles_nothing_late,
     met,
-    on_tiles,
+    padded_plan,
     pairs,
     prune,
     trees,
@@ -22,9 +22,8 @@ from cases.trees_of_rows import (
 
 import jedbatch
 from jedbatch import testing
-from jedbatch._ragged import tile_types
-from jedbatch._ragged.tile_templates import TemplateForm, TiledArrays
-from jedbatch._ragged.tiled_arrays import added_arrays
+from jedbatch._ragged.padded_graphs import AddedArrays, PaddedInputs, added_arrays
+from jedbatch._ragged.padded_programs import capacities
 from jedbatch.errors import GroupedByShapesWarning
 
 
@@ -39,7 +38,7 @@ def test_states_of_any_length_travel_through_trees():
         return jnp.log1p(jnp.square(prune(params, tree) @ params["v"])).sum()
 
     batched = check(score, weights(), trees(0), rtol=1e-4)
-    on_tiles(batched, trees(0))
+    padded_plan(batched, trees(0))
     for seed in range(1, 3):
         gradient(batched, trees(seed, 12))
         batched(weights(), trees(seed, 12))
@@ -53,29 +52,29 @@ def test_states_of_any_length_travel_through_trees():
     assert batched.compilations == before
 
 
-def test_the_plan_says_what_runs_on_tiles():
+def test_the_plan_says_what_is_padded():
     batched = jedbatch.batch(lambda params, tree: prune(params, tree).sum())
     instances = trees(0)
-    plan = on_tiles(batched, instances)
-    sites = [len(jax.tree.leaves(tree)[0]) for tree in instances]
-    inner = [(len(jax.tree.leaves(tree)) - 1) // 2 for tree in instances]
+    plan = padded_plan(batched, instances)
+    sites = np.array([len(jax.tree.leaves(tree)[0]) for tree in instances])
     # Every inner node, and the sum at the root.
-    exist = sum(n * (k + 1) for n, k in zip(sites, inner, strict=True))
-    tiles = sum(-(-n // 8) * (k + 1) for n, k in zip(sites, inner, strict=True))
-    assert plan.ragged_rows == (8 * tiles, exist)
-    assert f"  tiles     {tiles} nodes on tiles of 8 rows: {8 * tiles} rows" in str(plan)
+    nodes = np.array([(len(jax.tree.leaves(tree)) - 1) // 2 + 1 for tree in instances])
+    exist, computed = int(sites @ nodes), int(capacities(sites) @ nodes)
+    assert plan.ragged_rows == (computed, exist)
+    line = f"  padded    {nodes.sum()} nodes on padded arrays: {computed} rows"
+    assert line in str(plan)
 
 
 def test_rows_are_those_of_the_minibatch():
-    """Instances of as many tiles have a record together, and rows of their own."""
+    """Instances of equal capacities have a record together, and rows of their own."""
     batched = jedbatch.batch(lambda params, tree: prune(params, tree).sum())
     given = trees(0, sites=[4, 12, 20])
     for cut in (0, 3, 1):
         some = jax.tree.map(lambda x, cut=cut: x[cut:] if np.ndim(x) else x, given)
         leaves = list(map(jax.tree.leaves, some))
         exist = sum(len(own[0]) * ((len(own) - 1) // 2 + 1) for own in leaves)
-        computed, found = on_tiles(batched, some).ragged_rows
-        assert (computed, found) == (on_tiles(batched, given).ragged_rows[0], exist)
+        computed, found = padded_plan(batched, some).ragged_rows
+        assert (computed, found) == (padded_plan(batched, given).ragged_rows[0], exist)
 
 
 def test_results_of_one_function_are_not_programs_of_many():
@@ -94,7 +93,7 @@ def test_results_of_one_function_are_not_programs_of_many():
     testing.assert_merged(plan)
 
     lists = jedbatch.batch(lambda params, trees: sum(prune(params, t).sum() for t in trees))
-    on_tiles(lists, list(zip(trees(0), trees(1), strict=True)))
+    padded_plan(lists, list(zip(trees(0), trees(1), strict=True)))
 
 
 def plain(params, tree):
@@ -111,7 +110,7 @@ def test_equal_steps_of_different_operations_are_not_told_apart_by_numbers():
         states = plain(params, tree)
         return states.max(0), jax.nn.softmax(states, 0).sum()
 
-    testing.assert_merged(on_tiles(jedbatch.batch(fn), trees(0)))
+    testing.assert_merged(padded_plan(jedbatch.batch(fn), trees(0)))
 
 
 def across(params, x):
@@ -126,7 +125,7 @@ def codes(params, tree):
     x = plain(params, tree)
     found = params["table"][(x[:, 0] > 0).astype(int)]
     places = jnp.arange(x.shape[0], dtype=jnp.float32) / x.shape[0]
-    return (found * places[:, None]).sum() + jnp.ones(x.shape[0]).sum()
+    return (found * (places + jnp.ones(x.shape[0]))[:, None]).sum()
 
 
 @jedbatch.cell
@@ -169,7 +168,7 @@ CASES = {
 def test_operations_of_rows_and_across_rows(name):
     fn = CASES[name]
     batched = check(fn, weights(), trees(3), rtol=3e-4)
-    on_tiles(batched, trees(3))
+    padded_plan(batched, trees(3))
     compiles_nothing_late(batched, trees)
 
 
@@ -188,7 +187,7 @@ def test_states_are_returned():
 
     batched = jedbatch.batch(fn, out_axes=None)
     instances = trees(7)
-    on_tiles(batched, instances)
+    padded_plan(batched, instances)
     expected = [fn(weights(), tree) for tree in instances]
     assert_close(batched(weights(), instances), expected, 1e-4)
     squares = lambda run: lambda p, xs: [x["all"] ** 2 for x in run(p, xs)]  # noqa: E731
@@ -205,7 +204,7 @@ def test_states_of_one_length_stack():
     with pytest.raises(ValueError, match="do not stack"):
         batched(weights(), trees(8))  # from here on lengths differ
     instances = trees(9, sites=[11])
-    on_tiles(batched, instances)
+    padded_plan(batched, instances)
     expected = jnp.stack([prune(weights(), tree) for tree in instances])
     assert_close(batched(weights(), instances), expected, 1e-4)
     loop = gradient(lambda p, xs: [prune(p, x) for x in xs], instances)
@@ -237,22 +236,21 @@ def test_rows_that_are_none_reach_nothing():
     check(fn, weights(), trees(11, sites=[1, 3, 9, 13]), rtol=2e-4)
 
 
-def test_tiles_repeat_the_last_row():
-    """Of arrays in memory and on the device, joined or not, also with no numbers in a row."""
-    size, lengths = 8, [5, 0, 8, 17]
+def test_padding_repeats_the_last_row():
+    """Of arrays in memory and on the device, also with no numbers in a row, and of no rows."""
+    lengths, capacity = [5, 0, 8, 17], 24
     for shape in ((), (4,), (0,), (2, 0)):
         arrays = [np.random.default_rng(n).normal(size=(n, *shape)) for n in lengths]
-        every = tuple(range(len(arrays)))
-        parts = TiledArrays(tuple((i, (), 0) for i in every), every, every)
-        form = TemplateForm(tuple("nmkl"), (parts,), (), (), ())
+        inputs = PaddedInputs(tuple((i, ()) for i in range(len(arrays))), (capacity, *shape))
         expected = [
-            x[np.minimum(np.arange(k, k + size), n - 1)]
+            x[np.minimum(np.arange(capacity), n - 1)] if n else np.zeros((capacity, *shape))
             for x, n in zip(arrays, lengths, strict=True)
-            for k in range(0, n, size)
         ]
         for given in (arrays, list(map(jnp.asarray, arrays))):
-            ((_, tiles),) = added_arrays([(form, given, lengths)], size)
-            assert_close(tiles, np.stack(expected), 1e-6)
+            added = [(AddedArrays((2, 0), (inputs,)), given, lengths)]
+            ((values, padded),) = added_arrays(added)
+            assert values.tolist() == [8, 5]
+            assert_close(padded, np.stack(expected), 1e-6)
 
 
 def test_no_rows():
@@ -263,7 +261,7 @@ def test_no_rows():
     instances = trees(12, sites=[0, 3, 8])
     assert 0 in {len(jax.tree.leaves(tree)[0]) for tree in instances}
     batched = check(fn, weights(), instances, rtol=1e-4)
-    on_tiles(batched, instances)
+    padded_plan(batched, instances)
     largest = jedbatch.batch(lambda p, tree: prune(p, tree).max())
     with pytest.raises(ValueError, match=r"instance \d .* length 0, f32\[0,\d\], .* maximum of"):
         largest(weights(), instances)
@@ -282,7 +280,7 @@ def test_several_lengths():
         return x.sum(0) @ params["w"] + y.max(0)
 
     batched = check(fn, weights(), pairs(0), rtol=3e-4)
-    on_tiles(batched, pairs(0))
+    padded_plan(batched, pairs(0))
     compiles_nothing_late(batched, pairs)
 
 
@@ -309,7 +307,7 @@ def test_loops_and_lattices():
         ]
 
     batched = check(fn, weights(), made(0), rtol=2e-4)
-    on_tiles(batched, made(0))
+    padded_plan(batched, made(0))
     compiles_nothing_late(batched, made)
 
 
@@ -322,14 +320,7 @@ def ends(params, x):
     return doubled(params, x).sum()
 
 
-@pytest.fixture
-def _no_joined_nodes(monkeypatch):
-    """Has no types of nodes that are several nodes, as if there had been too many."""
-    monkeypatch.setattr(tile_types, "MAX_JOINED", 0)
-
-
-@pytest.mark.usefixtures("_no_joined_nodes")
-def test_what_tiles_cannot_do_runs_as_before_and_says_so():
+def test_what_cannot_be_padded_runs_as_before_and_says_so():
     def fn(params, tree):
         return ends(params, prune(params, tree))
 
@@ -338,14 +329,13 @@ def test_what_tiles_cannot_do_runs_as_before_and_says_so():
     expected = jnp.stack([fn(weights(), tree) for tree in instances])
     assert_close(batched(weights(), instances), expected, 1e-4)
     plan = batched.plan(weights(), instances)
-    assert plan.host.tiled is None
-    assert "an array of 2*n rows, which is no length of an array" in plan.host.untiled
-    assert "  tiles     none for some arrays, since an array of 2*n" in str(plan)
+    assert plan.host.padded is None
+    assert "an array of 2*n rows, which is no length of an array" in plan.host.unpadded
+    assert "  padded    none for some arrays, since an array of 2*n" in str(plan)
     with pytest.raises(AssertionError, match="a program of their own"):
         testing.assert_merged(plan)
 
 
-@pytest.mark.usefixtures("_no_joined_nodes")
 def test_programs_of_single_instances_are_warned_of():
     def fn(params, tree):
         return ends(params, prune(params, tree))
@@ -383,12 +373,12 @@ def test_sentences_of_all_trees_still_run_before_the_graph():
     sentence = lambda: rng.normal(size=(int(rng.integers(1, 9)), 4)).astype(np.float32)  # noqa: E731
     forest = [random_tree(rng, int(rng.integers(1, 7)), sentence) for _ in range(12)]
     plan = jedbatch.batch(fn).plan(weights(), forest)
-    assert plan.host.tiled is None
+    assert plan.host.padded is None
     assert len(plan.host.ragged_calls.stages) == 1
 
 
 @pytest.mark.slow
-def test_regions_and_tiles_in_one_instance():
+def test_regions_and_padded_nodes_in_one_instance():
     @jedbatch.cell
     def sentence(params, x):
         return (jax.nn.softmax(x @ params["w"] @ x.T) @ x).sum(0)
@@ -405,7 +395,7 @@ def test_regions_and_tiles_in_one_instance():
 
     batched = check(fn, weights(), made(0), rtol=3e-4)
     plan = batched.plan(weights(), made(0))
-    assert plan.host.tiled is not None
+    assert plan.host.padded is not None
     assert len(plan.host.ragged_calls.stages) == 1
     gradient(batched, made(1))
     before = batched.compilations
@@ -434,7 +424,7 @@ def test_derivatives_of_second_order():
 def test_under_jit_and_in_the_inputs():
     instances = trees(15)
     batched = jedbatch.batch(score)
-    on_tiles(batched, instances)
+    padded_plan(batched, instances)
     plan = batched.plan(weights(), instances)
     expected = jnp.stack([score(weights(), tree) for tree in instances])
     assert_close(jax.jit(batched.apply)(weights(), plan), expected, 1e-4)
@@ -452,37 +442,9 @@ def test_under_jit_and_in_the_inputs():
     assert_close(found, known, 2e-4)
 
 
-def test_the_size_of_tiles_fits_what_comes(monkeypatch):
-    """Each size is compiled once, whatever order minibatches come in."""
-    monkeypatch.setattr(tile_types, "FEW_ROWS", 64)
-
-    def states(params, tree):
-        state = prune(params, tree)
-        return state, jnp.sum(state @ params["v"])
-
-    batched, params = jedbatch.batch(states, out_axes=None), weights()
-    batched.plan(params, trees(9, 12, sites=[3, 5, 6]))  # trees that are programs of many
-    kinds = {8: [3, 5, 6], 128: [500, 600]}
-
-    def run(seed):
-        for size, sites in kinds.items():
-            given = trees(seed, 6, sites=sites, most=4)
-            assert on_tiles(batched, given).host.tiled.size == size
-            found = batched(params, given)
-            assert_close(found, [states(params, tree) for tree in given], 1e-4)
-            loop = gradient(lambda p, xs: [states(p, x) for x in xs], given)
-            assert_close(gradient(batched, given), loop, 5e-4)
-
-    for seed in range(2):
-        run(seed)
-    before = batched.compilations
-    run(3)
-    assert batched.compilations == before
-
-
 def test_few_rows_first_and_many_later():
     batched = jedbatch.batch(prune, out_axes=None)
-    assert on_tiles(batched, trees(9, 12, sites=[3, 5, 6])).host.tiled.size == 8
-    for sites, tiles in ((50_000, 391), (6, 1), (50_000, 391)):
-        host = on_tiles(batched, trees(0, 3, sites=[sites], most=3)).host
-        assert host.tiled.computed == 3 * tiles * host.tiled.size
+    padded_plan(batched, trees(9, 12, sites=[3, 5, 6]))  # trees that are programs of many
+    for sites in (5_000, 6, 5_000):
+        plan = padded_plan(batched, trees(0, 3, sites=[sites], most=3))
+        assert plan.ragged_rows == (3 * int(capacities(np.array(sites))), 3 * sites)
