@@ -1,7 +1,6 @@
 """Computing calls one after the other, without a program: on arrays, symbols or what is traced.
 
-Rows of arrays are mapped so, plans are verified so, prepared graphs are computed so outside of
-batched functions, and so are nodes that became one.
+Rows of arrays are mapped so, plans are verified so, and so are nodes that became one.
 """
 
 import itertools

@@ -421,7 +421,7 @@ def test_stored_graphs_compute_the_same(tmp_path):
     assert_close(batched(PARAMS, [back]), batched(PARAMS, [graph]), 0)
 
 
-def test_recording_a_prepared_graph_runs_no_python_per_node():
+def test_recording_a_prepared_graph_traces_each_cell_once():
     calls = []
 
     @jedbatch.cell

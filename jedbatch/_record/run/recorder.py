@@ -2,13 +2,12 @@
 
 The user's function runs once per instance, as ordinary Python, on symbolic values. Each
 operation it performs becomes a node of the instance's graph and nothing is computed. Work enters
-through four entry points:
+through three entry points:
 
 1. a call of a `@cell`: a dictionary look-up and a few list appends, no JAX in it;
 2. a call of a `jax.jit`-ted function, which reaches us as one primitive that brings its own
    program along: one node;
-3. any other JAX operation (`jnp.tanh(x)`, `x @ w`, a Flax layer): one node per primitive;
-4. `evaluate`, which records a graph prepared with NumPy, all nodes at once.
+3. any other JAX operation (`jnp.tanh(x)`, `x @ w`, a Flax layer): one node per primitive.
 
 The second and third exist because symbolic values are JAX tracers of a trace of our own, so that
 JAX hands us every primitive together with its operands. What an operation reads decides what
