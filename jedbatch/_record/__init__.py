@@ -49,46 +49,48 @@ Read in this order:
    happened, and to what.
 24. `operations.symbols`: Symbolic values: tracers that have a type and no value, and how they are
    indexed.
-25. `operations.operators`: Indexing symbols, and Python's operators on them.
-26. `operations.containers`: Containers of shared arguments: cells get them whole, and know them by
+25. `operations.known_operations`: Operations that were recorded before: they are recorded again by
+   what they read.
+26. `operations.operators`: Indexing symbols.
+27. `operations.containers`: Containers of shared arguments: cells get them whole, and know them by
    a token.
-27. `operations.filled_arrays`: Arrays that are filled with a number while something is recorded,
+28. `operations.filled_arrays`: Arrays that are filled with a number while something is recorded,
    such as `jnp.zeros(8)`.
-28. `operations.static_numbers`: Numbers that JAX keeps as parameters of operations, as data:
+29. `operations.static_numbers`: Numbers that JAX keeps as parameters of operations, as data:
    lengths of loops, and exponents.
-29. `operations.inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces
+30. `operations.inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces
    them into many programs.
-30. `operations.sequences`: Sequences of numbers in instances that become arrays in the function:
+31. `operations.sequences`: Sequences of numbers in instances that become arrays in the function:
    arrays of any length.
-31. `operations.floats`: Floats of instances: constants until many sets of them were met, then
+32. `operations.floats`: Floats of instances: constants until many sets of them were met, then
    operands.
-32. `operations.stacking`: Stacks of the elements of a sequence, or of what is computed from each,
+33. `operations.stacking`: Stacks of the elements of a sequence, or of what is computed from each,
    from an array of them.
-33. `calls.fast_path`: Recording calls of cells the second time: by a description of their
+34. `calls.fast_path`: Recording calls of cells the second time: by a description of their
    arguments.
-34. `calls.slow_path`: Recording calls of cells the first time, and those without a short
+35. `calls.slow_path`: Recording calls of cells the first time, and those without a short
    description.
-35. `run.rows`: Functions that have to know how long arrays are, as calls of a cell that gets their
+36. `run.rows`: Functions that have to know how long arrays are, as calls of a cell that gets their
    rows.
-36. `run.recorder`: A recorder of what a function does to symbolic values.
-37. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-38. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
-39. `run.recursion`: Recursion deeper than Python's limit.
-40. `run.trace`: Recording a minibatch: every instance of it as a graph.
-41. `run.constants`: Constants of instances: the arrays that a function makes itself, of any length.
-42. `run.units`: Units: the functions of the user that would be cells of the operations that are
+37. `run.recorder`: A recorder of what a function does to symbolic values.
+38. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+39. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
+40. `run.recursion`: Recursion deeper than Python's limit.
+41. `run.trace`: Recording a minibatch: every instance of it as a graph.
+42. `run.constants`: Constants of instances: the arrays that a function makes itself, of any length.
+43. `run.units`: Units: the functions of the user that would be cells of the operations that are
    recorded.
-43. `passes.patterns`: Patterns: what several operations compute that become one node.
-44. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
+44. `passes.patterns`: Patterns: what several operations compute that become one node.
+45. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
    they compute.
-45. `passes.coalesce`: Finding cells without marks: operations that always run together become one
+46. `passes.coalesce`: Finding cells without marks: operations that always run together become one
    node.
-46. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
-47. `passes.list_regions`: Nodes of a recording, and how some of them become one.
-48. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
+47. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
+48. `passes.list_regions`: Nodes of a recording, and how some of them become one.
+49. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
    and again.
-49. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
+50. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
    read the elements.
-50. `passes.projections`: Input projections: products of a cell that no recursion waits for become
+51. `passes.projections`: Input projections: products of a cell that no recursion waits for become
    nodes of their own.
 """

@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 
 import jedbatch
-from jedbatch._record.operations import operators
+from jedbatch._record.operations import known_operations
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.types.registry import Registry
 from jedbatch._support import native
@@ -351,9 +351,9 @@ OTHERS = ("power", "with itself", "negation", "a row")  # are recorded in other 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators_take_the_fast_path_from_the_second_time_on(name, monkeypatch):
-    noted, operate = [], operators._noted
+    noted, operate = [], known_operations._noted
     monkeypatch.setattr(
-        operators, "_noted", lambda *args: (noted.append(args[1]), operate(*args))[1]
+        known_operations, "_noted", lambda *args: (noted.append(args[1]), operate(*args))[1]
     )
     few, many = counts_of_alike(OPERATORS[name], noted)
     assert name in OTHERS or 0 < few == many

@@ -98,8 +98,6 @@ class RecorderLike(Protocol):
 
     def slow_path(self, cell: Any, args: tuple, static: dict) -> PyTree: ...
 
-    def step_by_step(self, how: Hashable, slow_path: Callable, x: "Value") -> Leaf: ...
-
     def value_of(self, symbol: "Symbol") -> Any: ...
 
 
@@ -151,7 +149,8 @@ def _remembering(name: str) -> Callable:
 
     def method(self: "Symbol", other: Any) -> Any:
         if type(self) is Value or type(self) is Shared:
-            return self._trace.operate(slow_path, self, other)
+            other = self._trace.with_constants(other)
+            return self._trace.operate(slow_path, slow_path, self, other)
         return slow_path(self, other)  # a future may stand for something else by now
 
     return method
@@ -163,7 +162,7 @@ def _of_one(name: str) -> Callable:
 
     def method(self: "Symbol") -> Any:
         if type(self) is Value:
-            return self._trace.step_by_step(name, of_tracer, self)
+            return self._trace.operate(name, of_tracer, self)
         return of_tracer(self)
 
     return method

@@ -71,14 +71,13 @@ from jedbatch._record.operations.failures import note_operation
 from jedbatch._record.operations.filled_arrays import known_filling
 from jedbatch._record.operations.floats import Floating, check_rule, check_rules, refused
 from jedbatch._record.operations.inlining import record_inlined
-from jedbatch._record.operations.operators import (
-    index_shared,
-    index_value,
-    known_operation,
+from jedbatch._record.operations.known_operations import (
+    note_last_node,
     operate,
-    remember_operation,
-    step_by_step,
+    record_again,
+    way_of,
 )
+from jedbatch._record.operations.operators import index_shared, index_value
 from jedbatch._record.operations.sequences import Elements, Sequenced, check_elements
 from jedbatch._record.operations.stacking import MAKES_STACKS, Stacking
 from jedbatch._record.operations.static_numbers import STATIC, row_of_weight, with_data
@@ -486,7 +485,6 @@ class Recorder(Trace):
     index_value = index_value
     index_shared = index_shared
     operate = operate
-    step_by_step = step_by_step
 
     def process_primitive(self, primitive, tracers, params, /):
         if primitive.multiple_results and returns_nothing(params):
@@ -547,9 +545,10 @@ class Recorder(Trace):
             constant = (x.key for k, x in enumerate(key.numbers) if k not in lifted)
             operation = (key.skeleton, lifted, *constant)
             args = [*(self.number(key.numbers[k]) for k in lifted), *args]
-        recorded = known_operation(self, operation, args)
-        if recorded is not None:
-            return self.record(recorded)
+        way = way_of(self, operation, args) if self.active else None
+        known = None if way is None else self.registry.operations.get(way)
+        if known is not None:
+            return record_again(self, known, args)
         before = len(self.input_group), len(self.call_specs)
         written = operation if lifted else key.written
         computed = lift(call, lifted) if lifted else call
@@ -558,8 +557,8 @@ class Recorder(Trace):
         except Exception as error:
             note_operation(error, name, args)
             raise
-        if before[1] == len(self.call_specs) - 1:
-            remember_operation(self, operation, args, before[0])
+        if way is not None and before[1] == len(self.call_specs) - 1:
+            note_last_node(self, way, args, before[0])
         return out
 
     def _lifted(self, key: PrimitiveKey, args: Sequence[Leaf]) -> tuple[int, ...]:

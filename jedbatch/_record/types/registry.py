@@ -123,8 +123,7 @@ class Registry:
       tokens_reached: (type, token) of those that cells were given, by the way to them.
       is_traced: whether some of them are traced.
       keys: what operations are told apart by.
-      operations, operators: how operations and Python's operators on symbols were recorded.
-      chains: how operators on one value, and static indices, were recorded.
+      operations: how operations, and Python's operators on symbols, were recorded.
     """
 
     def __init__(
@@ -172,12 +171,7 @@ class Registry:
         self.keys = Keys(budget)
         self._of_states: dict[int, dict[Hashable, CellSpec]] = Memory(MAX_READ_STATES)
         self._of_user = self._of_state(0)
-        of_memo = each(MEMO_BYTES)
-        self.operations: dict[tuple, tuple[CallSpec, tuple[int, ...]]] = Memory(
-            None, budget, of_memo
-        )
-        self.chains: dict[tuple, list[CallSpec]] = Memory(None, budget, of_memo)
-        self.operators: dict[tuple, Any] = Memory(None, budget, of_memo)
+        self.operations: dict[tuple, Any] = Memory(None, budget, each(MEMO_BYTES))
         self._known_transient: dict[int, bool] = {}
         self._known_paths: dict[int, set[tuple]] = {}
         self.reads: Reached = NOWHERE
@@ -196,8 +190,7 @@ class Registry:
         self.arities = Arities(
             self.node_types, self._add_type_like, self.keys.params_key, self.assumptions
         )
-        known = self.operations, self.operators, self.chains
-        self.shared_operands = SharedOperands(known, self.assumptions)
+        self.shared_operands = SharedOperands(self.operations, self.assumptions)
         self.table_rows: dict[int, tuple] = {}  # by node type, see `_session.plans.indices`
         self._types: tuple[NodeType, ...] = ()
 

@@ -57,7 +57,7 @@ class SharedOperands:
         taken to begin where an operation meets a new way after another met one that was known.
     """
 
-    def __init__(self, known: Sequence[dict], assumptions: Assumptions) -> None:
+    def __init__(self, known: dict, assumptions: Assumptions) -> None:
         self._known = known
         self._assumptions = assumptions
         self._ways: dict[Hashable, set[tuple[int, ...]]] = {}
@@ -138,8 +138,7 @@ class SharedOperands:
 
     def _begin_anew(self) -> None:
         """Forgets how operations were recorded, as some have others as values now."""
-        for known in self._known:
-            known.clear()
+        self._known.clear()
 
     def note(self, cell: Hashable, arguments: Sequence[Argument]) -> list[int]:
         """Notes a call of a cell.
