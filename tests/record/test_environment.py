@@ -123,7 +123,6 @@ def test_what_is_large_is_the_same_when_it_is_looked_at_again(size):
     read = {
         "class": lambda: readers.of_class(kind),
         "some of a class": lambda: readers.of_some_of_class(names[:2], kind),
-        "dicts": lambda: readers.of_dicts([dict.fromkeys(names)]),
         "functions": lambda: readers.of_functions([fn]),
     }
     for what, look in read.items():

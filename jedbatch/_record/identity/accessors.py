@@ -60,19 +60,6 @@ def of_dict(x: dict) -> tuple[Any, ...]:
     return *x, *x.values()
 
 
-def of_dicts(dicts: list[dict]) -> list[Any]:
-    things: list[Any] = []
-    for x in dicts:
-        things.append(_count(x))
-        things += x
-        things += x.values()
-    return things
-
-
-def of_objects(objects: list[Any]) -> list[Any]:
-    return of_dicts([x.__dict__ for x in objects])
-
-
 def stays(x: Leaf) -> bool:
     """True of tuples, which hold the same things for good."""
     return isinstance(x, tuple) and type(x).__iter__ is tuple.__iter__

@@ -56,11 +56,9 @@ from jedbatch._record.identity.accessors import (
     of_cells,
     of_class,
     of_dict,
-    of_dicts,
     of_functions,
     of_names,
     of_object,
-    of_objects,
     of_rows,
     of_some_of_class,
     stays,
@@ -76,7 +74,6 @@ from jedbatch._support.types import Array, Leaf
 
 MAX_VALUES = 20_000  # things looked at, before the rest is taken not to change
 MAX_COMPARED_BYTES = 1 << 20  # of arrays of NumPy that are compared
-MAX_ALIKE = 64  # things in one container, to be compared together with others
 MAX_CLASSES = 256  # of objects in instances
 MAX_TEXTS = 16  # that have a number, before the oldest is forgotten
 _PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None)})
@@ -308,8 +305,6 @@ class _Walk:
         self._bytes = 0
         self._functions: list[types.FunctionType] = []
         self._cells: list[types.CellType] = []
-        self._dicts: list[dict] = []
-        self._plain: list[Any] = []
         self._named: dict[int, tuple[dict[str, Any], dict[str, None]]] = {}
         self._code_names: set[str] = set()  # of all code that was met
         self._of_classes: dict[type, dict[str, None]] = {}  # what was visited of them
@@ -355,22 +350,8 @@ class _Walk:
             self.guards.append(_Guard.of(of_functions, self._functions))
         if self._cells:
             self.guards.append(_Guard.of(of_cells, self._cells))
-        self._guard_alike(of_dict, of_dicts, self._dicts)
-        self._guard_alike(of_object, of_objects, self._plain)
         for namespace, names in self._named.values():
             self.guards.append(_Guard.of(functools.partial(of_names, tuple(names)), namespace))
-
-    def _guard_alike(self, read: Callable, read_all: Callable, subjects: Sequence[Any]) -> None:
-        """Guards things that are read in the same way; small ones at once, in half the time."""
-        alike = []
-        for x in subjects:
-            guard = _Guard.of(read, x)
-            if guard.weak or len(guard.found) > MAX_ALIKE:
-                self.guards.append(guard)
-            else:
-                alike.append(x)
-        if alike:
-            self.guards.append(_Guard.of(read_all, alike))
 
     def _add(
         self, thing: _Thing, how: str, keys: Any, values: Any, names: frozenset[str] = frozenset()
@@ -420,7 +401,7 @@ class _Walk:
         if (made := cell_of(fn)) is not None:
             of_user = {k: x for k, x in vars(fn).items() if k not in _OF_EVERY_CELL}
             self._text += ["cell", *of_user]
-            self._plain.append(fn)
+            self.guards.append(_Guard.of(of_object, fn))
             self._add(thing, "get", ["cell.fn"], [made.fn])
             self._add(thing, "attribute", list(of_user), list(of_user.values()))
             return
@@ -480,7 +461,7 @@ class _Walk:
         if isinstance(x, dict):
             self._text += map(typed_or_same, x)
             if self._add(thing, "item", list(x), list(x.values())):
-                self._dicts.append(x)
+                self.guards.append(_Guard.of(of_dict, x))
         elif self._add(thing, "item", range(len(x)), list(x)) and not stays(x):
             self.guards.append(_Guard.of(tuple, x))
 
@@ -492,7 +473,7 @@ class _Walk:
             attributes = of_attributes(x)
             if self._add(thing, "attribute", names, attributes[len(names) :]):
                 if len(names) == len(getattr(x, "__dict__", ())):
-                    self._plain.append(x)
+                    self.guards.append(_Guard.of(of_object, x))
                 else:
                     self.guards.append(_Guard.of(of_attributes, x))
 
