@@ -17,7 +17,6 @@ from jedbatch._graph.paths import int64_of, longest_chains, longest_paths, range
 from jedbatch._graph.types import ValueType
 from jedbatch._layout.node_order import ORDERS
 from jedbatch._record.instances.key import (
-    _is_plain_tree,
     immutable,
     instance_key,
     keys_with_arrays,
@@ -258,11 +257,6 @@ INSTANCES = {
     "an integer of a class of its own": (1, Number(2)),
     "a set": (1, {2}),
 }
-
-
-def test_plain_trees_are_told_apart():
-    plain = [name for name, instance in INSTANCES.items() if _is_plain_tree(instance)]
-    assert plain == ["a number", "a tree", "a deep tree", "a wide tree"]
 
 
 @compiled

@@ -59,12 +59,8 @@ def instance_key(
 
     The classes of objects that are met are added to `classes`, until there are too many.
     """
-    if _is_plain_tree(instance):
-        try:
-            return marshal.dumps(instance, 2), []
-        except ValueError:
-            pass  # too deep
-    return written_key(instance, classes)
+    (key,), _ = plain_keys([instance])
+    return written_key(instance, classes) if key is None else (key, [])
 
 
 def written_key(
@@ -295,35 +291,6 @@ def _write(
             return False
         parts.append(b"{")
         within.append((itertools.chain.from_iterable(x.items()), b"0"))
-    return True
-
-
-def _is_plain_tree(instance: PyTree) -> bool:
-    """True of tuples, lists and dicts of numbers and strings, none of them met twice.
-
-    `marshal` writes a part once for every time it is met.
-    """
-    plain, containers = PLAIN_TYPES, (tuple, list, dict)
-    seen_ids: set[int] = set()
-    stack = [instance]
-    while stack:
-        x = stack.pop()
-        kind = type(x)
-        if kind not in containers:
-            return kind in plain
-        if id(x) in seen_ids:
-            return False
-        seen_ids.add(id(x))
-        if kind is dict:
-            if not plain.issuperset(map(type, x)):
-                return False
-            x = x.values()
-        for part in x:
-            kind = type(part)
-            if kind not in plain:
-                if kind not in containers:
-                    return False
-                stack.append(part)
     return True
 
 
