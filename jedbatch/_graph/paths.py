@@ -2,9 +2,8 @@
 
 A path is long by its edges, a chain by how many nodes of one type it has. Both are found in one
 pass, since edges come in an order in which all that lead to a node come before any that leave it:
-by reader, in a graph whose nodes read earlier nodes only. A pass is a loop over the edges, which
-for deep graphs (lattices, sequences) is several times faster than NumPy level by level; shallow
-ones of many types go level by level. Both passes have twins in C (`_support/c/paths.c`).
+by reader, in a graph whose nodes read earlier nodes only. A pass is a loop over the edges, and has
+a twin in C (`_support/c/paths.c`).
 """
 
 from collections.abc import Iterator
@@ -74,27 +73,18 @@ def longest_paths(num_nodes: int, before: np.ndarray, after: np.ndarray) -> np.n
     return np.array(length, np.int32)
 
 
-# Microseconds for an edge in a loop, in Python and compiled, and for a level in NumPy.
-EDGE, COMPILED_EDGE, LEVEL = 0.07, 0.006, 25
-
-
 def longest_chains(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> np.ndarray:
     """int32[N], the most nodes of its own kind on a path that ends in each node, itself too.
 
     Edges are given as in `longest_paths`; kinds are numbered from 0.
     """
-    num_kinds, compiled = int(kind.max(initial=-1)) + 1, core()
-    edge = EDGE if compiled is None else COMPILED_EDGE
-    if num_kinds > 4:
-        level = longest_paths(len(kind), before, after)
-        if num_kinds * len(before) * edge > (int(level.max(initial=0)) + 1) * LEVEL:
-            return _chains_by_level(kind, num_kinds, level, before, after)
+    compiled = core()
     longest = np.ones(len(kind), np.int32)
     if compiled is not None:
         compiled.longest_chains((*int32_arrays(before, after), longest, *int32_arrays(kind)))
         return longest
     ends = before.tolist(), after.tolist()
-    for k in range(num_kinds):
+    for k in range(int(kind.max(initial=-1)) + 1):
         same_kind = kind == k
         step = same_kind.astype(np.int32).tolist()
         chain = list(step)
@@ -121,23 +111,6 @@ def kinds_before(kind: np.ndarray, before: np.ndarray, after: np.ndarray) -> lis
     for a, b in zip(before.tolist(), after.tolist(), strict=True):
         bits[b] |= bits[a]
     return bits
-
-
-def _chains_by_level(kind, num_kinds, level, before, after) -> np.ndarray:
-    """The same, one level of the graph after the other."""
-    chain = np.zeros((len(kind), num_kinds), np.int32)
-    chain[np.arange(len(kind)), kind] = 1
-    order = np.lexsort((after, level[after]))
-    before, after = before[order], after[order]
-    new = np.flatnonzero(np.diff(after, prepend=-1))  # where the edges to each node begin
-    ends = np.searchsorted(level[after[new]], np.arange(int(level.max(initial=0)) + 2))
-    starts = np.append(new, len(after))
-    for first, last in zip(ends[1:-1].tolist(), ends[2:].tolist(), strict=True):
-        edges = slice(starts[first], starts[last])
-        nodes = after[new[first:last]]
-        makers = chain[before[edges]]
-        chain[nodes] += np.maximum.reduceat(makers, new[first:last] - starts[first])
-    return chain[np.arange(len(kind)), kind]
 
 
 def bits(x: int) -> Iterator[int]:
