@@ -85,12 +85,6 @@ class InputColumns(Sequence[InputRows]):
         """Returns how many inputs each part has."""
         return (self.ends[1:] - self.ends[:-1]).tolist()
 
-    def types_and_counts(self, first: int, last: int) -> tuple[list[ValueType], list[int]]:
-        """Returns (types of the parts between two inputs, how many inputs each has)."""
-        begin, end = np.searchsorted(self.ends, (first, last)).tolist()
-        types = [self.types[c] for c in self.column[begin:end].tolist()]
-        return types, np.diff(self.ends[begin : end + 1]).tolist()
-
     def __len__(self) -> int:
         return len(self.column)
 
