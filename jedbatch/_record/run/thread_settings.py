@@ -17,35 +17,10 @@ from jedbatch._record.cell import recording
 
 T = TypeVar("T")
 
-SETTINGS = (  # of JAX, each a context manager `jax.name(value)` and an option `jax_name`
-    "allow_f16_reductions",
-    "array_garbage_collection_guard",
-    "auto_pcast",
-    "check_tracer_leaks",
-    "debug_infs",
-    "debug_key_reuse",
-    "debug_nans",
-    "default_device",
-    "default_matmul_precision",
-    "default_prng_impl",
-    "disable_jit",
-    "enable_checks",
-    "enable_custom_prng",
-    "enable_x64",
-    "explain_cache_misses",
-    "legacy_prng_key",
-    "log_compiles",
-    "no_execution",
-    "no_tracing",
-    "numpy_dtype_promotion",
-    "numpy_rank_promotion",
-    "remove_size_one_mesh_axis_from_type",
-    "softmax_custom_jvp",
-    "threefry_partitionable",
-    "transfer_guard_device_to_device",
-    "transfer_guard_device_to_host",
-    "transfer_guard_host_to_device",
-)
+# Of JAX, each a context manager `jax.name(value)` and an option `jax_name`; not those that set
+# others, or say which threads there may be.
+OTHERS = {"thread_guard", "transfer_guard"}
+SETTINGS = [x for x in dir(jax) if hasattr(jax.config, f"jax_{x}") and x not in OTHERS]
 
 
 class ThreadSettings:
