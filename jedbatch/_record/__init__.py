@@ -39,58 +39,62 @@ Read in this order:
 16. `types.element_functions`: Functions of one element of a list, computed once where the element
    is made.
 17. `types.padded_calls`: Nodes with lists as nodes of types that have room for more elements.
-18. `types.list_cells`: Cells that take lists of any length: one type for many lengths.
-19. `types.shared_values`: Values that do not depend on the instance, and how they are computed
+18. `types.list_arguments`: The lists among the arguments of cells.
+19. `types.list_cells`: Cells that take lists of any length: one type for many lengths.
+20. `types.shared_values`: Values that do not depend on the instance, and how they are computed
    before the nodes.
-20. `types.shared_operands`: Shared arrays that cells and operations get in place of values.
-21. `types.custom_rules`: Functions with a derivative rule of their own, as operations.
-22. `types.registry`: Types, shared values and calls seen while recording, interned.
-23. `operations.failures`: Notes of errors of users' functions, besides what JAX says: where they
+21. `types.shared_operands`: Shared arrays that cells and operations get in place of values.
+22. `types.custom_rules`: Functions with a derivative rule of their own, as operations.
+23. `types.tracing`: Programs of operations and cells that a registry meets for the first time.
+24. `types.registry`: Types, shared values and calls seen while recording, interned.
+25. `operations.failures`: Notes of errors of users' functions, besides what JAX says: where they
    happened, and to what.
-24. `operations.symbols`: Symbolic values: tracers that have a type and no value, and how they are
+26. `operations.symbols`: Symbolic values: tracers that have a type and no value, and how they are
    indexed.
-25. `operations.known_operations`: Operations that were recorded before: they are recorded again by
+27. `operations.known_operations`: Operations that were recorded before: they are recorded again by
    what they read.
-26. `operations.operators`: Indexing symbols.
-27. `operations.containers`: Containers of shared arguments: cells get them whole, and know them by
+28. `operations.operators`: Indexing symbols.
+29. `operations.containers`: Containers of shared arguments: cells get them whole, and know them by
    a token.
-28. `operations.filled_arrays`: Arrays that are filled with a number while something is recorded,
+30. `operations.filled_arrays`: Arrays that are filled with a number while something is recorded,
    such as `jnp.zeros(8)`.
-29. `operations.static_numbers`: Numbers that JAX keeps as parameters of operations, as data:
+31. `operations.static_numbers`: Numbers that JAX keeps as parameters of operations, as data:
    lengths of loops, and exponents.
-30. `operations.inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces
+32. `operations.inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces
    them into many programs.
-31. `operations.sequences`: Sequences of numbers in instances that become arrays in the function:
+33. `operations.sequences`: Sequences of numbers in instances that become arrays in the function:
    arrays of any length.
-32. `operations.floats`: Floats of instances: constants until many sets of them were met, then
+34. `operations.floats`: Floats of instances: constants until many sets of them were met, then
    operands.
-33. `operations.stacking`: Stacks of the elements of a sequence, or of what is computed from each,
+35. `operations.stacking`: Stacks of the elements of a sequence, or of what is computed from each,
    from an array of them.
-34. `calls.fast_path`: Recording calls of cells the second time: by a description of their
+36. `calls.fast_path`: Recording calls of cells the second time: by a description of their
    arguments.
-35. `calls.slow_path`: Recording calls of cells the first time, and those without a short
+37. `calls.slow_path`: Recording calls of cells the first time, and those without a short
    description.
-36. `run.rows`: Functions that have to know how long arrays are, as calls of a cell that gets their
+38. `run.rows`: Functions that have to know how long arrays are, as calls of a cell that gets their
    rows.
-37. `run.recorder`: A recorder of what a function does to symbolic values.
-38. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-39. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
-40. `run.recursion`: Recursion deeper than Python's limit.
-41. `run.trace`: Recording a minibatch: every instance of it as a graph.
-42. `run.constants`: Constants of instances: the arrays that a function makes itself, of any length.
-43. `run.units`: Units: the functions of the user that would be cells of the operations that are
+39. `run.symbolic`: Instances with symbols for arrays, and the symbols that functions of them
+   return.
+40. `run.recorder`: A recorder of what a function does to symbolic values.
+41. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+42. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
+43. `run.recursion`: Recursion deeper than Python's limit.
+44. `run.trace`: Recording a minibatch: every instance of it as a graph.
+45. `run.constants`: Constants of instances: the arrays that a function makes itself, of any length.
+46. `run.units`: Units: the functions of the user that would be cells of the operations that are
    recorded.
-44. `passes.patterns`: Patterns: what several operations compute that become one node.
-45. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
+47. `passes.patterns`: Patterns: what several operations compute that become one node.
+48. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
    they compute.
-46. `passes.coalesce`: Finding cells without marks: operations that always run together become one
+49. `passes.coalesce`: Finding cells without marks: operations that always run together become one
    node.
-47. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
-48. `passes.list_regions`: Nodes of a recording, and how some of them become one.
-49. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
+50. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
+51. `passes.list_regions`: Nodes of a recording, and how some of them become one.
+52. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
    and again.
-50. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
+53. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
    read the elements.
-51. `passes.projections`: Input projections: products of a cell that no recursion waits for become
+54. `passes.projections`: Input projections: products of a cell that no recursion waits for become
    nodes of their own.
 """

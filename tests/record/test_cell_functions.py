@@ -21,9 +21,10 @@ import numpy as np
 import pytest
 
 import jedbatch
+from jedbatch._record.calls import fast_path
 from jedbatch._record.cell import recording
 from jedbatch._record.identity import escapes
-from jedbatch._record.run import recorder, trace
+from jedbatch._record.run import trace
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._support import native
 
@@ -439,13 +440,13 @@ def test_refuses_what_does_not_fit():
 
 def test_cells_made_by_every_instance_are_described_once(cell, monkeypatch):
     described = []
-    describe = recorder.describe_cell
+    describe = fast_path.describe_cell
 
     def noted(*args):
         described.append(args)
         return describe(*args)
 
-    monkeypatch.setattr(recorder, "describe_cell", noted)
+    monkeypatch.setattr(fast_path, "describe_cell", noted)
 
     def step(w, by, x):
         return jnp.sin(x * by) * w["w"]

@@ -38,10 +38,17 @@ from jedbatch._record.identity.function_leaves import (
     code_of,
     held_functions,
     held_values,
+    made_of,
     objects_held,
 )
 from jedbatch._record.identity.functions import FUNCTIONS_OF_RULES, function_identity
-from jedbatch._record.identity.mutation import Holders, Watched, hold_the_same, holders_in
+from jedbatch._record.identity.mutation import (
+    Holders,
+    Watched,
+    hold_the_same,
+    holders_in,
+    holders_of_functions,
+)
 from jedbatch._record.instances.arrays import array_type
 from jedbatch._record.instances.key import may_change
 from jedbatch._record.operations.symbols import RecorderLike, Shared, Value
@@ -351,6 +358,37 @@ def describe_cell(recorder: RecorderLike, cell: Cell) -> DescribedCell:
     slots = [("value", x.type) if isinstance(x, Value) else ("shared", x.index) for x in symbols]
     token = recorder.registry.memo_token("cell", identity, *slots)
     return holders, token, tuple([x.index for x in held])
+
+
+def described_cell(recorder: Any, cell: Cell) -> DescribedCell:
+    """Returns the description of a cell's function, made anew if it holds other things.
+
+    Raises `NotDescribedError` if it has none.
+    """
+    of_cells = recorder.cells if cell.is_inner else recorder.registry.cells
+    known = of_cells.get(cell)
+    if known is None or not hold_the_same(known[0]):
+        known = of_cells[cell] = _described_like(recorder, cell)
+        if known[2]:
+            recorder.cells_of_instance.append(cell)
+    recorder.cells[cell] = known
+    return known
+
+
+def _described_like(recorder: Any, cell: Cell) -> DescribedCell:
+    """Returns the description of a cell, that of one made of the same if there is one."""
+    made = made_of(cell.fn) if cell.is_inner else None
+    if made is None:
+        return describe_cell(recorder, cell)
+    holders = holders_of_functions(made.functions)
+    known = recorder.made_cells.get(made.key)
+    if holders is not None and known is not None and hold_the_same(known[0]):
+        return (*holders, *known[0]), known[1], ()
+    described = describe_cell(recorder, cell)
+    within = holders_in(made.objects)
+    if within is not None and not described[2]:
+        recorder.made_cells[made.key] = within, described[1]
+    return described
 
 
 class Staying(Container[int]):

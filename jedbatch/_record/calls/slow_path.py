@@ -32,13 +32,13 @@ from jedbatch._record.identity.function_leaves import (
     with_held_values,
 )
 from jedbatch._record.identity.functions import function_identity
-from jedbatch._record.identity.number_operands import numbers_held
+from jedbatch._record.identity.number_operands import CellSpec, numbers_held
 from jedbatch._record.instances.arrays import flatten, is_array
 from jedbatch._record.instances.key import is_constant
 from jedbatch._record.operations.failures import note_call
 from jedbatch._record.operations.symbols import RecorderLike, Shared, Symbol, Value
-from jedbatch._record.types.registry import NUMBER_TYPES, CellSpec
 from jedbatch._record.types.shared_operands import VALUE
+from jedbatch._record.types.tracing import NUMBER_TYPES
 from jedbatch._support.types import Leaf, PyTree
 from jedbatch.errors import SymbolicValueError
 

@@ -10,13 +10,37 @@ constants, which XLA computes with best; then those that differ become operands.
 """
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jedbatch._jaxpr.numbers import Number, is_number, with_numbers
 from jedbatch._record.identity.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
 from jedbatch._record.identity.function_leaves import held_values
+
+
+class CellSpec(NamedTuple):
+    """How calls of a cell are recorded.
+
+    Attributes:
+      call_spec: how.
+      family: equal for calls that differ in numbers which the function holds alone; None if it
+        holds none.
+      program: what is computed, without the numbers in it.
+      numbers: these numbers, if the function holds any.
+      positions: those of them that are operands.
+    """
+
+    call_spec: Any
+    family: Hashable = None
+    program: Any = None
+    numbers: tuple[Number, ...] = ()
+    positions: tuple[int, ...] = ()
+
+    @property
+    def operands(self) -> list[Number]:
+        """The numbers that are operands."""
+        return [self.numbers[k] for k in self.positions]
 
 
 class NumberOperands:

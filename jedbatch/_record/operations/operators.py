@@ -140,7 +140,8 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
     kinds = tuple([None if isinstance(x, WHOLE) else (x.shape, x.dtype) for x in places])
     known = [x for x in places if not isinstance(x, WHOLE) and type(x) is not Value]
     arrays = tuple(map(identity_of_constant, known))
-    if arrays and not recorder.registry.varies(("row", kinds), (value.index,), (), arrays):
+    varies, shared = recorder.registry.shared_operands.varies, recorder.registry.shared
+    if arrays and not varies(("row", kinds), (value.index,), shared, (), arrays):
         return super(Shared, value).__getitem__(item)
     way = ("row", value.index, kinds, frozen(further))
     recorded = recorder.registry.operations.get(way)

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun, set_current_trace
 
+from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._jaxpr.versions import scan_parts
@@ -82,6 +83,19 @@ def _with_values(
         x = symbols[k]
         symbols[k] = recorder.shared_value(x) if type(x) is Shared else recorder.input(x)
     return symbols if small else None
+
+
+def lifted_numbers(
+    recorder: RecorderLike, key: PrimitiveKey, args: Sequence[Leaf]
+) -> tuple[int, ...]:
+    """Positions of the numbers in the bodies of an operation that are operands.
+
+    None are where nothing is symbolic, or where an extent differs from instance to instance.
+    """
+    symbols = [x for x in args if isinstance(x, Symbol)]
+    if not symbols or key.is_ragged or any(is_ragged(x.aval.shape) for x in symbols):
+        return ()
+    return recorder.registry.number_operands.positions(key.skeleton, key.numbers)
 
 
 def row_of_weight(recorder: RecorderLike, x: Leaf, params: Mapping[str, Any]) -> StaticSlice | None:

@@ -16,6 +16,7 @@ from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.numbers import Number
 from jedbatch._jaxpr.symbolic_dims import asks_for_type, is_ragged, refuse_iteration, refuse_writing
 from jedbatch._jaxpr.versions import traced_number
+from jedbatch._record.cell import pause
 from jedbatch._record.operations.failures import note_operation
 from jedbatch._record.types.registry import Registry
 from jedbatch._support.types import Leaf, PyTree
@@ -277,6 +278,19 @@ class Shared(Symbol):
 
     def __getitem__(self, item):
         return self._trace.index_shared(self, item)
+
+
+def value_reached(recorder: RecorderLike, symbol: Symbol) -> np.ndarray | None:
+    """The value of a symbol that depends on arrays which the function reaches and no more."""
+    registry = recorder.registry
+    if not (recorder.active and isinstance(symbol, Shared) and registry.is_reached(symbol.index)):
+        return None
+    compute, closed_over = registry.prologue([[symbol.index]])
+    values = [registry.arrays_reached[registry.shared[i].tracer] for i in closed_over]
+    if any(isinstance(x, Tracer) for x in values):
+        return None
+    with pause(), jax.ensure_compile_time_eval():
+        return np.asarray(compute([*[None] * registry.num_leaves, *values])[0][0])
 
 
 # --- static indices ---

@@ -36,16 +36,15 @@ import numpy as np
 from jax.core import Trace, Tracer
 from jax.extend.core import set_current_trace
 
-from jedbatch import checks
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.interpret import has_gradient, returns_nothing
 from jedbatch._jaxpr.numbers import Number, traced_bodies
-from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers, is_ragged
+from jedbatch._jaxpr.symbolic_dims import as_numbers
 from jedbatch._record.calls.fast_path import (
     DescribedCell,
     Description,
     describe_call,
-    describe_cell,
+    described_cell,
     fast_path,
     in_order,
     lists_of_ints,
@@ -55,21 +54,17 @@ from jedbatch._record.calls.fast_path import (
 from jedbatch._record.calls.slow_path import cell_call_spec, slow_path
 from jedbatch._record.cell import Cell, pause
 from jedbatch._record.identity.arithmetic import PythonNumber, read_by_jax
-from jedbatch._record.identity.function_leaves import made_of
 from jedbatch._record.identity.mutation import (
     Holders,
     Watched,
-    hold_the_same,
-    holders_in,
-    holders_of_functions,
 )
-from jedbatch._record.identity.number_operands import with_operands
+from jedbatch._record.identity.number_operands import CellSpec, with_operands
 from jedbatch._record.identity.primitives import identity_of_array, identity_of_constant
-from jedbatch._record.instances.arrays import array_type, is_array, owned_arrays, replace_arrays
+from jedbatch._record.instances.arrays import array_type, is_array, owned_arrays
 from jedbatch._record.operations.containers import shared_token, tokens_of_containers
 from jedbatch._record.operations.failures import note_operation
 from jedbatch._record.operations.filled_arrays import known_filling
-from jedbatch._record.operations.floats import Floating, check_rule, check_rules, refused
+from jedbatch._record.operations.floats import check_rule, check_rules, refused
 from jedbatch._record.operations.inlining import record_inlined
 from jedbatch._record.operations.known_operations import (
     note_last_node,
@@ -78,17 +73,22 @@ from jedbatch._record.operations.known_operations import (
     way_of,
 )
 from jedbatch._record.operations.operators import index_shared, index_value
-from jedbatch._record.operations.sequences import Elements, Sequenced, check_elements
+from jedbatch._record.operations.sequences import check_elements
 from jedbatch._record.operations.stacking import MAKES_STACKS, Stacking
-from jedbatch._record.operations.static_numbers import STATIC, row_of_weight, with_data
-from jedbatch._record.operations.symbols import Shared, Symbol, Value, frozen
-from jedbatch._record.run.rows import ArrayRows
+from jedbatch._record.operations.static_numbers import (
+    STATIC,
+    lifted_numbers,
+    row_of_weight,
+    with_data,
+)
+from jedbatch._record.operations.symbols import Shared, Symbol, Value, frozen, value_reached
+from jedbatch._record.run.symbolic import output, symbolic
 from jedbatch._record.types.custom_rules import (
     calling_with_forward_rule,
     calling_with_reverse,
     record_custom,
 )
-from jedbatch._record.types.registry import NUMBER_TYPES, CallSpec, CellSpec, Registry
+from jedbatch._record.types.registry import CallSpec, Registry
 from jedbatch._record.types.shared_operands import VALUE
 from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import EscapedValueError
@@ -153,8 +153,8 @@ class Recorder(Trace):
         self.containers: dict[int, tuple[Hashable, None]] = {}
         self._kept_containers: list[Any] = []
         self.cells: dict[Cell, DescribedCell] = {}
-        self._cells_of_instance: list[Cell] = []
-        self._made: dict[Hashable, tuple[Holders, str]] = {}  # cells made anew, by what they hold
+        self.cells_of_instance: list[Cell] = []
+        self.made_cells: dict[Hashable, tuple[Holders, str]] = {}  # by what they hold
         self._shared: Any = None
         self.leaves: dict[int, tuple[int, Leaf]] = {}
         self.computed: dict[int, Any] = {}
@@ -207,8 +207,8 @@ class Recorder(Trace):
         self.known.update(self.containers)
         if len(self.watched) > MANY_WATCHED:  # others are looked at where they are met again
             self.watched.clear()
-        while self._cells_of_instance:
-            cell = self._cells_of_instance.pop()
+        while self.cells_of_instance:
+            cell = self.cells_of_instance.pop()
             self.cells.pop(cell, None)
             self.registry.cells.pop(cell, None)
         self.caching = True
@@ -231,47 +231,6 @@ class Recorder(Trace):
         self._instance = instance
         self._owned = None
 
-    def symbolic(
-        self,
-        instance: PyTree,
-        arrays: Sequence[Array],
-        types: Any = None,
-        rows: Collection[int] = (),
-    ) -> PyTree:
-        """The instance with its arrays replaced by symbols; for arguments see `begin`."""
-        if not arrays:
-            return instance
-        types = list(map(array_type, arrays)) if types is None else types
-        kind_of = {id(t): self.registry.value_type(*t) for t in {id(t): t for t in types}.values()}
-        kinds = [kind_of[id(t)] for t in types]
-        self.has_numbers = type(instance) in (Floating, Sequenced)
-        symbols: list[Any]
-        if type(instance) is Floating:
-            symbols = instance.as_symbols(self, kinds)
-            sequences, instance = instance.sequences, instance.with_arrays()
-        else:
-            symbols = [self.leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)]
-            sequences = {}
-            if type(instance) is Sequenced:
-                sequences, instance = instance.sequences, tuple(instance)
-        for leaf in rows:
-            sequence = sequences.get(id(arrays[leaf]))
-            shape, *kind = types[leaf]
-            row = shape[1:], *kind
-            if sequence and not row[0]:
-                row = array_type(sequence.numbers[0])
-            number = self.registry.value_type(*row)
-            values = [self.leaf_value(number, leaf, (k,)) for k in range(shape[0])]
-            kind_of_sequence: Any = type(sequence.numbers) if sequence else ArrayRows
-            symbols[leaf] = kind_of_sequence(values)
-        if sequences:
-            self.stacking = Stacking(self)
-            for leaf, x in enumerate(arrays):
-                if id(x) in sequences and leaf not in rows:
-                    given = symbols[leaf], leaf, sequences[id(x)], self.stacking.rows
-                    symbols[leaf] = Elements(self, *given).given
-        return replace_arrays(instance, iter(symbols))
-
     def forget(self) -> None:
         """Lets go of everything symbolic, and of those who computed its values."""
         self.active = False
@@ -288,8 +247,8 @@ class Recorder(Trace):
         self.constants = {}
         self.cells.clear()
         self.watched.clear()
-        self._cells_of_instance.clear()
-        self._made.clear()
+        self.cells_of_instance.clear()
+        self.made_cells.clear()
         self._kept_containers.clear()
 
     @property
@@ -388,20 +347,8 @@ class Recorder(Trace):
         """The value of a symbol; None if values are not to be had."""
         if type(symbol) is Value and self.read is not None:
             return self.read(symbol)
-        value = self._value_reached(symbol)
+        value = value_reached(self, symbol)
         return self.read(symbol) if value is None and self.read is not None else value
-
-    def _value_reached(self, symbol: Symbol) -> np.ndarray | None:
-        """The value of a symbol that depends on arrays which the function reaches and no more."""
-        registry = self.registry
-        if not (self.active and isinstance(symbol, Shared) and registry.is_reached(symbol.index)):
-            return None
-        compute, closed_over = registry.prologue([[symbol.index]])
-        values = [registry.arrays_reached[registry.shared[i].tracer] for i in closed_over]
-        if any(isinstance(x, Tracer) for x in values):
-            return None
-        with pause(), jax.ensure_compile_time_eval():
-            return np.asarray(compute([*[None] * registry.num_leaves, *values])[0][0])
 
     def trust(self, x: Leaf) -> None:
         """Notes that an instance reads an array; another one may be read the next time."""
@@ -435,35 +382,6 @@ class Recorder(Trace):
         """The description of a call; raises `NotDescribedError` if it has none."""
         return describe_call(self, cell, args, static, writes=False)
 
-    def described_cell(self, cell: Cell) -> DescribedCell:
-        """Returns the description of a cell's function, made anew if it holds other things.
-
-        Raises `NotDescribedError` if it has none.
-        """
-        of_cells = self.cells if cell.is_inner else self.registry.cells
-        known = of_cells.get(cell)
-        if known is None or not hold_the_same(known[0]):
-            known = of_cells[cell] = self._described_like(cell)
-            if known[2]:
-                self._cells_of_instance.append(cell)
-        self.cells[cell] = known
-        return known
-
-    def _described_like(self, cell: Cell) -> DescribedCell:
-        """Returns the description of a cell, that of one made of the same if there is one."""
-        made = made_of(cell.fn) if cell.is_inner else None
-        if made is None:
-            return describe_cell(self, cell)
-        holders = holders_of_functions(made.functions)
-        known = self._made.get(made.key)
-        if holders is not None and known is not None and hold_the_same(known[0]):
-            return (*holders, *known[0]), known[1], ()
-        described = describe_cell(self, cell)
-        within = holders_in(made.objects)
-        if within is not None and not described[2]:
-            self._made[made.key] = within, described[1]
-        return described
-
     def note_container(self, x: Any, token: Hashable) -> None:
         """Notes the token of a container that stays as it is while something is recorded."""
         self.known[id(x)] = self.containers[id(x)] = token, None
@@ -482,9 +400,12 @@ class Recorder(Trace):
 
     # --- jit-ted functions and other primitives ---
 
+    described_cell = described_cell
     index_value = index_value
     index_shared = index_shared
     operate = operate
+    output = output
+    symbolic = symbolic
 
     def process_primitive(self, primitive, tracers, params, /):
         if primitive.multiple_results and returns_nothing(params):
@@ -539,7 +460,7 @@ class Recorder(Trace):
 
         With some of its numbers as operands, by position, it is `lift(call, positions)`.
         """
-        lifted = self._lifted(key, args) if key.numbers else ()
+        lifted = lifted_numbers(self, key, args) if key.numbers else ()
         operation: Hashable = key
         if lifted:
             constant = (x.key for k, x in enumerate(key.numbers) if k not in lifted)
@@ -560,16 +481,6 @@ class Recorder(Trace):
         if way is not None and before[1] == len(self.call_specs) - 1:
             note_last_node(self, way, args, before[0])
         return out
-
-    def _lifted(self, key: PrimitiveKey, args: Sequence[Leaf]) -> tuple[int, ...]:
-        """Positions of the numbers in the bodies of an operation that are operands.
-
-        None are where nothing is symbolic, or where an extent differs from instance to instance.
-        """
-        symbols = [x for x in args if isinstance(x, Symbol)]
-        if not symbols or key.is_ragged or any(is_ragged(x.aval.shape) for x in symbols):
-            return ()
-        return self.registry.number_operands.positions(key.skeleton, key.numbers)
 
     def number(self, number: Number) -> Value:
         """A number in the body of an operation as an input of the instance."""
@@ -625,7 +536,7 @@ class Recorder(Trace):
         if len(shared) == len(tracers) and is_computed_before:
             numbers = tuple(map(identity_of_constant, (x for x in args if not np.ndim(x))))
             arrays = tuple(map(identity_of_constant, filter(self._is_value, args)))
-            if not self.registry.varies(key, shared, numbers, arrays):
+            if not known.varies(key, shared, shared_values, numbers, arrays):
                 return self._shared_operation(key, call, args, tracers)
         symbols = [tracers[i] if i in tracers else self.symbol(x) for i, x in enumerate(args)]
         slots = tuple(isinstance(s, Value) for s in symbols)
@@ -692,36 +603,3 @@ class Recorder(Trace):
         shared = tuple(s.index for s in tracers.values())
         tracers = set(tracers)
         return [Shared(self, i) for i in self.registry.shared_results((key, marks), filled, shared)]
-
-    # --- results ---
-
-    def output(self, leaf: Leaf) -> tuple[int, tuple]:
-        """(reference, (shape, dtype)) of a leaf of what the function returns."""
-        if type(leaf) is Value and leaf._trace is self:
-            return self._output_of(leaf)
-        if type(leaf) is int or type(leaf) is float:
-            return self._output_of(self.input(leaf))
-        leaf = result_leaf(read_by_jax(leaf))
-        if isinstance(leaf, Tracer) or self.is_weight_reached(leaf):
-            symbol = self.symbol(leaf)
-        else:
-            self.trust(leaf)
-            symbol = self.input(leaf)
-        if isinstance(symbol, Shared):
-            symbol = self.shared_value(symbol)
-        return self._output_of(symbol)
-
-    def _output_of(self, symbol: Value) -> tuple[int, tuple]:
-        value_type = self.registry.value_types[symbol.type]
-        return symbol.index, (value_type.shape, value_type.dtype)
-
-
-def result_leaf(leaf: Leaf) -> Leaf:
-    """Returns a leaf of what a function returns; raises `TypeError` if it is no array or number."""
-    leaf = as_number(leaf)
-    if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
-        raise TypeError(
-            f"the function returned {checks.shown(leaf)}; expected an array, a number or a pytree "
-            "of them."
-        )
-    return leaf

@@ -19,11 +19,8 @@ three states meet for the first time is no reason to compile.
 
 import contextlib
 import dataclasses
-import functools
-import inspect
 import itertools
-import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -40,8 +37,14 @@ from jedbatch._jaxpr.padding.flat_programs import called
 from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._record.cell import pause
 from jedbatch._record.identity.assumptions import Assumptions
-from jedbatch._record.instances.arrays import flatten
 from jedbatch._record.types.element_functions import ElementFunction, Makers, find_functions
+from jedbatch._record.types.list_arguments import (
+    Given,
+    ListArgument,
+    first_variable_of,
+    lists_among,
+    weak_among_others,
+)
 from jedbatch._record.types.padded_calls import GivenFunctions, PaddedCalls, pad
 from jedbatch._support.types import Array
 
@@ -51,24 +54,6 @@ CAPACITIES = (4, 8, 32, *(1 << k for k in range(7, 15)))
 CAPACITIES_OF_SUMS = CAPACITIES[1:]  # where all lists are summed as they are read
 LONG = 64  # longer lists are rolled up as soon as they are met
 SUMMED = (np.dtype(np.float32), np.dtype(np.float64))  # lists of these are summed as they are read
-
-Given = tuple[tuple, dict[str, Any]]  # arguments by position, and by keyword
-
-
-class ListArgument(NamedTuple):
-    """A list among the arguments of a call, which may be of any length.
-
-    Attributes:
-      which: position of the argument, of `*args` the first, and the way from it to the list.
-      length: of the list.
-      first: its first leaf among those of all arguments.
-      leaves: of each element.
-    """
-
-    which: tuple
-    length: int
-    first: int
-    leaves: int
 
 
 class Rolled(NamedTuple):
@@ -105,7 +90,7 @@ class CellCalls:
     """
 
     def __init__(self, fn: Callable, key_of: Callable[[Any], Hashable]):
-        self.first_variable = _first_variable(fn)
+        self.first_variable = first_variable_of(fn)
         self.lists: dict[int, tuple[ListArgument, ...]] = {}
         self.slots: dict[int, tuple[bool, ...]] = {}
         self.listed: dict[int, int] = {}
@@ -125,9 +110,9 @@ class CellCalls:
         Returns the lengths of its lists, and which elements are weak where some are.
         """
         self.listed[node_type] = listed
-        self.lists[node_type] = lists = tuple(_lists(given, self.first_variable, len(slots)))
+        self.lists[node_type] = lists = tuple(lists_among(given, self.first_variable, len(slots)))
         self.slots[node_type] = tuple(slots)
-        return _weak_among_others(of, lists, slots), *(x.length for x in lists)
+        return weak_among_others(of, lists, slots), *(x.length for x in lists)
 
     @property
     def longest(self) -> int:
@@ -570,69 +555,3 @@ class Arities:
         `types` gives the types by their ids.
         """
         return pad(self.padded, self._makers, types, graph)
-
-
-def _weak_among_others(
-    of: NodeType, lists: Sequence[ListArgument], slots: Sequence[bool]
-) -> tuple[bool, ...]:
-    """Returns which operands in lists have weak types; nothing where all have, or none has."""
-    in_lists = {x.first + k for x in lists for k in range(x.length * x.leaves)}
-    operands = zip(itertools.compress(itertools.count(), slots), of.operands, strict=True)
-    weak = tuple(t.weak for leaf, t in operands if leaf in in_lists)
-    return weak if len(set(weak)) > 1 else ()
-
-
-def _first_variable(fn: Callable) -> int | None:
-    """Returns the position of the first of `*args` of a function; None if it has none."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        return None
-    kinds = [p.kind for p in parameters]
-    variable = inspect.Parameter.VAR_POSITIONAL
-    return kinds.index(variable) if variable in kinds else None
-
-
-def _lists(given: Given, first_variable: int | None, num_leaves: int) -> Iterator[ListArgument]:
-    """Yields the lists and tuples of elements of one structure among arguments.
-
-    Args:
-      given: see `Arities.note`.
-      first_variable: the position of the first of `*args`; None if there are none.
-      num_leaves: of all that a call is given.
-    """
-    args, by_keyword = given
-    named = args if first_variable is None else args[:first_variable]
-    candidates: list[Any] = list(named)
-    if first_variable is not None:
-        candidates.append(args[first_variable:])
-    yield from _lists_inside(enumerate(candidates), (), 0)
-    if by_keyword:  # the last leaves
-        first = num_leaves - len(flatten(by_keyword, "an argument")[0])
-        yield from _lists_inside(sorted(by_keyword.items()), (), first)
-
-
-def _lists_inside(
-    parts: Iterable[tuple[Hashable, Any]], way: tuple, first: int
-) -> Iterator[ListArgument]:
-    """Yields the lists in parts of a container, and in containers there.
-
-    Args:
-      parts: with their keys, in the order of their leaves.
-      way: to the container.
-      first: its first leaf among those of all arguments.
-    """
-    for key, part in parts:
-        leaves, structure = flatten(part, "an argument")
-        if type(part) in (list, tuple):
-            elements = structure.children()
-            if all(element == elements[0] for element in elements):
-                of_each = elements[0].num_leaves if elements else 0
-                yield ListArgument((*way, key), len(part), first, of_each)
-                first += len(leaves)
-                continue
-        is_inside = functools.partial(operator.is_not, part)
-        inside, _ = jax.tree_util.tree_flatten_with_path(part, is_leaf=is_inside)
-        if inside and inside[0][0]:  # it is no leaf
-            yield from _lists_inside(inside, (*way, key), first)
-        first += len(leaves)

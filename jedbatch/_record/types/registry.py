@@ -7,80 +7,49 @@ types, shared values, groups of inputs. An operation is traced by JAX once, when
 
 import collections
 import functools
-import gc
 import itertools
 import types
 import typing
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.tree_util import PyTreeDef
 
-from jedbatch import checks
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.operations import CallSpec, Operation
 from jedbatch._graph.types import NodeType, ValueType
 from jedbatch._jaxpr.identity import Same, carried_key, is_immutable, tree_key
-from jedbatch._jaxpr.interpret import cares_for_padding, one_by_one, performs
-from jedbatch._jaxpr.numbers import Number, with_numbers
-from jedbatch._jaxpr.single_instances import may_differ
+from jedbatch._jaxpr.interpret import performs
+from jedbatch._jaxpr.numbers import with_numbers
 from jedbatch._jaxpr.symbolic_dims import (
     RaggedType,
     line_of_user,
 )
-from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._record.cell import pause
-from jedbatch._record.identity.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
+from jedbatch._record.identity.assumptions import Assumptions
 from jedbatch._record.identity.environment import NOWHERE, AccessPath, Reached
-from jedbatch._record.identity.escapes import is_kept, live_tracers, only_new_garbage
-from jedbatch._record.identity.number_operands import NumberOperands
+from jedbatch._record.identity.number_operands import CellSpec, NumberOperands
 from jedbatch._record.identity.primitives import Keys, memory_of_constants
 from jedbatch._record.identity.unseen import check_shared, shows_arrays
-from jedbatch._record.instances.arrays import flatten, is_array
 from jedbatch._record.types.custom_rules import CustomFunctions
 from jedbatch._record.types.list_cells import Arities
-from jedbatch._record.types.shared_operands import MAX_INSTANCES_IN_ALL, SharedOperands
-from jedbatch._record.types.shared_values import SharedValue, derived, owned, prologue
+from jedbatch._record.types.shared_operands import SharedOperands
+from jedbatch._record.types.shared_values import SharedValue, derived, prologue
+from jedbatch._record.types.tracing import traced
 from jedbatch._support.caches import Budget, Memory, each
 from jedbatch._support.types import Dtype
-from jedbatch.errors import EscapedValueError, RecompilationWarning, SymbolicValueError
+from jedbatch.errors import RecompilationWarning
 
-MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
 CALL_BYTES = 1 << 12  # of the description of a call, and of what it keeps alive, about
 MEMO_BYTES = 1 << 9  # of another way of recording, about
 MANY_CLOSURES = 32  # of one cell, or closed-over arrays, before we warn
 MANY_REPEATED = 256  # operations on shared values, recorded again for the instances of a minibatch
 SINGLE = jax.tree.structure(0)  # of a result that is an array
 MAX_READ_STATES = 4  # of what the function reads beside its arguments, of which records are kept
-NUMBER_TYPES = (int, float, complex, np.generic)
-
-
-class CellSpec(NamedTuple):
-    """How calls of a cell are recorded.
-
-    Attributes:
-      call_spec: how.
-      family: equal for calls that differ in numbers which the function holds alone; None if it
-        holds none.
-      program: what is computed, without the numbers in it.
-      numbers: these numbers, if the function holds any.
-      positions: those of them that are operands.
-    """
-
-    call_spec: Any
-    family: Hashable = None
-    program: Any = None
-    numbers: tuple[Number, ...] = ()
-    positions: tuple[int, ...] = ()
-
-    @property
-    def operands(self) -> list[Number]:
-        """The numbers that are operands."""
-        return [self.numbers[k] for k in self.positions]
 
 
 class Registry:
@@ -107,7 +76,6 @@ class Registry:
       constants: results of operations on concrete values.
       most_lengths: that arrays of one kind, none of the instances' own, had in other instances than
         the first with such arrays.
-      takes_arrays: whether operations on shared values alone may read arrays of an instance.
       assumptions: what is constant, as few variants of it were met.
       number_operands: which numbers that operations hold are operands.
       finding: code of functions in which Python asks which objects they hold.
@@ -161,7 +129,6 @@ class Registry:
         self.line_repeated = ""
         self.slow_calls: collections.Counter[tuple[str, str]] = collections.Counter()
         self.constants = memory_of_constants(budget)
-        self.takes_arrays = True
         # By shape without length, and dtype: the instance that had such an array first, and the
         # lengths of all, and whether other instances had them first.
         self._lengths: dict[tuple, tuple[int, dict[int, bool]]] = {}
@@ -326,9 +293,9 @@ class Registry:
         full = (key, shared, operands)
         call_spec: CallSpec | None = self._ids.get(full)
         if call_spec is None:
-            traced = self.trace(name, call, shared, operands, alone=False)
+            program = self.trace(name, call, shared, operands, alone=False)
             label = self._label(name, static, operands, shared)
-            call_spec = self._ids[full] = self._typed(name, label, key, traced, shared, operands)
+            call_spec = self._ids[full] = self._typed(name, label, key, program, shared, operands)
         return call_spec
 
     def cell_spec(
@@ -362,9 +329,9 @@ class Registry:
         known = self._of_user.get(full)
         if known is not None and self._positions(known) == known.positions:
             return known
-        traced = program, tree, extra = self.trace(name, call, shared, operands, alone=True)
-        found = itertools.filterfalse(self.is_reached, extra)
-        check_shared(name, key, {s: self.shared[s].aval.str_short() for s in found})
+        found = program, tree, extra = self.trace(name, call, shared, operands, alone=True)
+        read = itertools.filterfalse(self.is_reached, extra)
+        check_shared(name, key, {s: self.shared[s].aval.str_short() for s in read})
         again = lambda: self.trace(name, call, shared, operands, alone=True)[0]  # noqa: E731
         is_seen = shows_arrays(key, program, again)
         skeleton, numbers = self.keys.written(program, is_kept=holds is None)
@@ -379,7 +346,7 @@ class Registry:
         else:
             label = self._label(name, static, operands, shared)
             own = "cell", skeleton, *(x.key for x in numbers)
-            call_spec = self._typed(name, label, own, traced, shared, operands)
+            call_spec = self._typed(name, label, own, found, shared, operands)
         made = made._replace(call_spec=call_spec)
         if is_seen:
             self._of_user[full] = made
@@ -422,12 +389,12 @@ class Registry:
         name: str,
         label: str,
         key: Hashable,
-        traced: tuple[Any, PyTreeDef, tuple[int, ...]],
+        found: tuple[Any, PyTreeDef, tuple[int, ...]],
         shared: tuple[int, ...],
         operands: tuple[int, ...],
     ) -> CallSpec:
         """Returns how to record nodes of the type that computes what was traced."""
-        program, tree, extra = traced
+        program, tree, extra = found
         results = tuple(self.value_type(a.shape, a.dtype, a.weak_type) for a in program.out_avals)
         node_type = NodeType(
             name,
@@ -455,7 +422,7 @@ class Registry:
         """
         avals = [value.aval for value in self.shared[: self.num_leaves]]
         other = Registry(avals, self.structure, None, self.bounds_loops)
-        other.constants, other.takes_arrays = self.constants, False
+        other.constants, other.shared_operands.takes_arrays = self.constants, False
         return other
 
     def read(self, reached: Reached) -> None:
@@ -537,114 +504,7 @@ class Registry:
         """Files a call spec under a `Description` of a call."""
         self.calls.setdefault(tuple(described.key), call_spec)
 
-    @unguarded
-    def trace(self, name, call, shared, operands, alone):
-        """(jaxpr, result tree, ids of shared values it closes over) of an operation."""
-        shared_avals = [self.shared[s].aval for s in shared]
-        operand_avals = [self.avals[v] for v in operands]
-        trees = []
-
-        def flat(shared_values, operand_values):
-            result = call(shared_values, operand_values)
-            leaves, tree = flatten(result, f"the result of cell `{name}`")
-            for leaf in leaves:
-                if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
-                    raise TypeError(
-                        f"cell `{name}` returned {checks.shown(leaf)}; "
-                        "expected an array or a pytree of arrays. Return arrays only, and pass "
-                        "other results around the cell."
-                    )
-            trees.append(tree)
-            return leaves
-
-        def traced():
-            return jax.make_jaxpr(flat)(shared_avals, operand_avals)
-
-        with pause():
-            jaxpr = self._traced_alone(name, traced) if alone else traced()
-            if jaxpr.effects:
-                raise TypeError(
-                    f"cell `{name}` has the side effect {next(iter(jaxpr.effects))} (a print, a "
-                    "callback or a reference); expected a pure function, since batches pad and "
-                    "reorder calls. Return the value and look at it outside."
-                )
-            if not jaxpr.out_avals:
-                raise TypeError(
-                    f"cell `{name}` returned {jax.tree.unflatten(trees[-1], [])!r}, which holds no "
-                    "array; expected an array or a pytree of arrays. Did you forget `return`?"
-                )
-            return self._closed(name, may_differ(one_by_one(jaxpr)), trees[-1], shared)
-
-    def _traced_alone(self, name: str, traced: Callable) -> Any:
-        """Returns the jaxpr of user code, or raises an error if it keeps a traced value."""
-        try:
-            with only_new_garbage(), jax.checking_leaks():
-                return traced()
-        except Exception as error:
-            # JAX's search for who keeps a value fails itself with some holders.
-            if "leaked trace" not in str(error).lower() and not isinstance(error, IndexError):
-                raise
-        before = set(map(id, gc.get_objects()))
-        jaxpr = traced()
-        tracers = [x for x in live_tracers() if id(x) not in before]
-        if is_kept(tracers, before):
-            raise EscapedValueError(
-                f"cell `{name}` keeps a traced value after it returns (a side effect); "
-                "expected a pure function. Return the value instead of storing it in a "
-                "list, global or attribute."
-            )
-        return jaxpr
-
-    def _closed(self, name, jaxpr, tree, shared):
-        """Makes shared values among the constants of a jaxpr its leading arguments.
-
-        JAX refuses a gradient of what a function with a rule for the reverse closes over, or
-        through loops. Arrays reached, and values that do not move, have none.
-        """
-        extra = []
-        lifted = [isinstance(c, Tracer) or id(c) in self.reached for c in jaxpr.consts]
-        for const in itertools.compress(jaxpr.consts, lifted):
-            if id(const) in self.reached:
-                extra.append(self.outer(self.reached[id(const)], jax.typeof(const)))
-            else:
-                index = getattr(const, "shared_index", None)
-                if index is None:
-                    raise SymbolicValueError(
-                        f"cell `{name}` uses a symbolic or traced value of type "
-                        f"{const.aval.str_short()} that is not among its arguments and that "
-                        "neither it nor a function in it closes over (a container or an object "
-                        "holds it); pass the value to the cell as an argument."
-                    )
-                extra.append(index)
-        has_loops = any(map(cares_for_padding, jaxpr.eqns))
-        refuses = has_loops or performs(jaxpr, "custom_vjp_call")
-        stays = (lambda s: not self._moves(s)) if has_loops else self._is_array_reached
-        stopped = [refuses and stays(s) for s in (*extra, *shared)]
-        if not extra and not any(stopped):
-            return jaxpr.replace(consts=list(map(owned, jaxpr.consts))), tree, ()
-
-        def call(leading, args):
-            values = [*leading, *args]
-            for i in itertools.compress(range(len(values)), stopped):
-                values[i] = jax.lax.stop_gradient(values[i])
-            leading, args = iter(values[: len(extra)]), values[len(extra) :]
-            pairs = zip(jaxpr.consts, lifted, strict=True)
-            consts = [next(leading) if is_lifted else owned(c) for c, is_lifted in pairs]
-            return jax.core.eval_jaxpr(jaxpr.jaxpr, consts, *args)
-
-        avals = [self.shared[s].aval for s in extra], list(jaxpr.in_avals)
-        return jax.make_jaxpr(call)(*avals), tree, tuple(extra)
-
-    def _moves(self, index: int) -> bool:
-        """Returns whether something may be differentiated by a shared value."""
-        value = self.shared[index]
-        if value.call is not None:
-            return any(map(self._moves, value.follows))
-        return value.array is None and not self._is_array_reached(index)
-
-    def _is_array_reached(self, index: int) -> bool:
-        array = self.arrays_reached.get(self.shared[index].tracer)
-        return array is not None and not isinstance(array, Tracer)
+    trace = traced
 
     # --- shared values ---
 
@@ -708,39 +568,6 @@ class Registry:
             transient = isinstance(value.tracer, int) or any(map(self.is_transient, value.args))
             self._known_transient[index] = transient
         return self._known_transient[index]
-
-    def varies(
-        self, operation: Hashable, args: tuple[int, ...], numbers: tuple, arrays: tuple = ()
-    ) -> bool:
-        """Returns whether an operation on shared values depends on the instance after all.
-
-        Its numbers or arrays may differ from one instance to the next, or how often it is repeated;
-        then there are as many shared values as instances, and each is compiled. Arrays differ if
-        there are many, or if one instance after the other comes with others.
-
-        Args:
-          operation: what is done.
-          args: the shared values.
-          numbers: the scalars among its other arguments.
-          arrays: the arrays among them.
-        """
-        if arrays and not self.takes_arrays:
-            return True
-        if any(self.shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
-            return True
-        of, holds = (operation, args), self.assumptions.holds
-        if not holds("variants", ("numbers", *of), numbers, MAX_CONSTANT_NUMBERS):
-            return True
-        if not arrays:
-            return False
-        about, finders = ("arrays", *of), ("instances that find arrays", args)
-        if self.assumptions.has_failed("variants", finders):
-            return True
-        is_new = arrays not in self.assumptions.met("variants", about)
-        number = self.shared_operands.num_instances
-        if is_new and not holds("variants", finders, number, MAX_INSTANCES_IN_ALL):
-            return True
-        return not holds("variants", about, arrays, MAX_CONSTANT_ARRAYS)
 
     def warn_if_many(self, of: Hashable, variant: Hashable, what: str) -> None:
         """Warns once something, as `what` says it, has been met with many closures."""

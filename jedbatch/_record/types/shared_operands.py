@@ -29,7 +29,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from jax.core import ShapedArray
 
-from jedbatch._record.identity.assumptions import Assumptions
+from jedbatch._record.identity.assumptions import MAX_CONSTANT_NUMBERS, Assumptions
 from jedbatch._record.types.shared_values import SharedValue
 
 MAX_WAYS = 3  # of mixing shared arrays and values in calls of a cell that are types of their own
@@ -37,6 +37,7 @@ MAX_SIZE = 1 << 12  # elements of an array that is worth a row of its own in eac
 # Instances in which an operation, or any, meets shared arrays in new ways, before they are values.
 MAX_INSTANCES = 4
 MAX_INSTANCES_IN_ALL = 8
+MAX_CONSTANT_ARRAYS = 16  # sets of arrays that an operation on shared values reads besides
 MIN_OPERATIONS = 2  # that lead to an array which is no weight, whatever its shape
 STACKS = ("stack", "concatenate")  # along a new axis, and along one of extent 1
 VALUE = -1  # in place of the number of a shared array
@@ -53,6 +54,7 @@ class SharedOperands:
 
     Attributes:
       num_instances: how many have been recorded.
+      takes_arrays: whether operations on shared values alone may read arrays of an instance.
       is_one_by_one: whether instances say where they begin. In a lazy scope none does; there one is
         taken to begin where an operation meets a new way after another met one that was known.
     """
@@ -63,6 +65,7 @@ class SharedOperands:
         self._ways: dict[Hashable, set[tuple[int, ...]]] = {}
         self._values: dict[Hashable, set[int]] = {}
         self.num_instances = 0
+        self.takes_arrays = True
         self.is_one_by_one = True
         self._is_repeated = False  # something since the last new way
         self._ways_of_operations: dict[Hashable, set[tuple[int, ...]]] = {}
@@ -139,6 +142,45 @@ class SharedOperands:
     def _begin_anew(self) -> None:
         """Forgets how operations were recorded, as some have others as values now."""
         self._known.clear()
+
+    def varies(
+        self,
+        operation: Hashable,
+        args: tuple[int, ...],
+        shared: Sequence[SharedValue],
+        numbers: tuple,
+        arrays: tuple = (),
+    ) -> bool:
+        """Returns whether an operation on shared values depends on the instance after all.
+
+        Its numbers or arrays may differ from one instance to the next, or how often it is repeated;
+        then there are as many shared values as instances, and each is compiled. Arrays differ if
+        there are many, or if one instance after the other comes with others.
+
+        Args:
+          operation: what is done.
+          args: the shared values that it reads.
+          shared: all shared values.
+          numbers: the scalars among its other arguments.
+          arrays: the arrays among them.
+        """
+        if arrays and not self.takes_arrays:
+            return True
+        if any(shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
+            return True
+        of, holds = (operation, args), self._assumptions.holds
+        if not holds("variants", ("numbers", *of), numbers, MAX_CONSTANT_NUMBERS):
+            return True
+        if not arrays:
+            return False
+        about, finders = ("arrays", *of), ("instances that find arrays", args)
+        if self._assumptions.has_failed("variants", finders):
+            return True
+        is_new = arrays not in self._assumptions.met("variants", about)
+        number = self.num_instances
+        if is_new and not holds("variants", finders, number, MAX_INSTANCES_IN_ALL):
+            return True
+        return not holds("variants", about, arrays, MAX_CONSTANT_ARRAYS)
 
     def note(self, cell: Hashable, arguments: Sequence[Argument]) -> list[int]:
         """Notes a call of a cell.

@@ -20,7 +20,7 @@ from jedbatch._kernel.target import Target, target_of
 from jedbatch._program.executors import is_lasting
 from jedbatch._record.identity.environment import Environment
 from jedbatch._record.instances.arrays import ArrayType, array_type, flatten, is_array
-from jedbatch._record.types.registry import NUMBER_TYPES
+from jedbatch._record.types.tracing import NUMBER_TYPES
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 
