@@ -35,7 +35,6 @@ from jedbatch._record.calls.fast_path import Description
 from jedbatch._record.cell import Cell, pause, recording
 from jedbatch._record.identity.mutation import Watched, holders_in
 from jedbatch._record.instances.arrays import array_type, is_array
-from jedbatch._record.operations.operators import StaticSlice
 from jedbatch._record.operations.symbols import Shared, Symbol, Value
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.trace import finish
@@ -180,6 +179,8 @@ class LazyRecorder(Recorder):
             and id(x) not in self.computed
         )
 
+    is_weight_reached = _is_weight
+
     def _named(self, x: Leaf) -> int:
         """The id of a new weight, named by who reads it first."""
         aval = jax.typeof(x)
@@ -228,14 +229,8 @@ class LazyRecorder(Recorder):
             self.watched[id(x)] = Watched(x, token, holders)
 
     def process_primitive(self, primitive, tracers, params, /):
-        """Also turns where a weight is sliced into a number: rows of a table are one type."""
-        if primitive.name != "slice" or params["strides"] is not None:
-            return super().process_primitive(primitive, tracers, params)
-        self._reader, x = "slice", tracers[0]
-        if not (is_array(x) and isinstance(self.symbol(x), Shared)):
-            return super().process_primitive(primitive, tracers, params)
-        cut = StaticSlice.of(x.shape, params)
-        return self._operation("slice", cut.key, cut.call, [x, *cut.starts])[0]
+        self._reader = primitive.name
+        return super().process_primitive(primitive, tracers, params)
 
     def _operation(
         self, name: str, key: Hashable, call: Callable, args: Sequence[Leaf], is_ragged=False

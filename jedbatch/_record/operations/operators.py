@@ -4,7 +4,7 @@ Indices known while recording give inputs, or look-ups whose row is a value, ins
 which every index makes a type of its own.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -178,49 +178,6 @@ def _is_place(recorder: RecorderLike, x: object) -> bool:
     if isinstance(x, np.ndarray) or id(x) in recorder.computed:
         return x.dtype.kind in "iu"  # type: ignore[attr-defined]
     return isinstance(x, WHOLE) and not isinstance(x, bool)
-
-
-class StaticSlice(NamedTuple):
-    """A slice of an array, with its place as numbers.
-
-    Attributes:
-      cut: the axes that are cut.
-      sizes: extents of the result.
-      call: does it, given the array and the place.
-      starts: the place, along the axes that are cut.
-    """
-
-    cut: tuple[int, ...]
-    sizes: tuple[int, ...]
-    call: Callable
-    starts: tuple[int, ...]
-
-    @staticmethod
-    def of(shape: Sequence[int], params: Mapping[str, Any]) -> "StaticSlice":
-        """Returns JAX's primitive on an array of a shape."""
-        starts = params["start_indices"]
-        sizes = tuple(b - a for a, b in zip(starts, params["limit_indices"], strict=True))
-        cut = tuple(k for k, (n, size) in enumerate(zip(shape, sizes, strict=True)) if n != size)
-
-        def call(x, *starts):
-            if cut == (0,) and sizes[0] == 1:
-                return [x[starts[0]][None]]
-            where: list[Any] = [0] * x.ndim
-            for k, start in zip(cut, starts, strict=True):
-                where[k] = start
-            return [jax.lax.dynamic_slice(x, where, sizes)]
-
-        return StaticSlice(cut, sizes, call, tuple([starts[k] for k in cut]))
-
-    @property
-    def key(self) -> Hashable:
-        """Returns the key that it is told apart by, whatever its place."""
-        return "slice", self.cut, self.sizes
-
-    @property
-    def is_row(self) -> bool:
-        """Returns whether it is one row of a table, or one element of a vector."""
-        return self.cut == (0,) and self.sizes[0] == 1 and len(self.sizes) <= 2
 
 
 def _is_plain(item: Any) -> bool:

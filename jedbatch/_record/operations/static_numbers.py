@@ -20,7 +20,6 @@ from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._jaxpr.versions import scan_parts
 from jedbatch._record.identity.assumptions import MAX_CONSTANT_NUMBERS
-from jedbatch._record.operations.operators import StaticSlice
 from jedbatch._record.operations.symbols import RecorderLike, Shared, Symbol, Value
 from jedbatch._record.types.shared_operands import MAX_SIZE
 from jedbatch._support.types import Leaf
@@ -98,23 +97,24 @@ def lifted_numbers(
     return recorder.registry.number_operands.positions(key.skeleton, key.numbers)
 
 
-def row_of_weight(recorder: RecorderLike, x: Leaf, params: Mapping[str, Any]) -> StaticSlice | None:
-    """Returns a row of a table that the function closes over, whose number may be the instance's.
+def row_of_weight(recorder: RecorderLike, x: Leaf, params: Mapping[str, Any]) -> int | None:
+    """Returns which row of a table, or element of a vector, a slice of a weight is; None if none.
 
-    None of other parts.
+    Its number may be the instance's.
 
     Args:
       recorder: records the look-up.
       x: what a slice is taken of.
       params: of the slice.
     """
-    if params["strides"] is not None or is_ragged(x.shape):
+    if params["strides"] is not None or is_ragged(x.shape) or len(x.shape) > 2:
+        return None
+    starts, limits = params["start_indices"], params["limit_indices"]
+    is_row = limits[0] - starts[0] == 1 < x.shape[0]
+    if not is_row or (starts[1:], limits[1:]) != ((0,) * len(x.shape[1:]), x.shape[1:]):
         return None
     is_weight = isinstance(x, jax.core.Tracer) or recorder.is_weight_reached(x)
-    if not (is_weight and isinstance(recorder.symbol(x), Shared)):
-        return None
-    cut = StaticSlice.of(x.shape, params)
-    return cut if cut.is_row else None
+    return starts[0] if is_weight and isinstance(recorder.symbol(x), Shared) else None
 
 
 def _parts(primitive: Any, values: Sequence[Leaf], params: Mapping[str, Any]) -> tuple[int, int]:

@@ -417,9 +417,9 @@ class Recorder(Trace):
         if self.constants and any(isinstance(x, Tracer) for x in tracers):
             tracers = self.with_constants(list(tracers))
         if primitive.name == "slice" and type(tracers[0]) is not Value:
-            cut = row_of_weight(self, tracers[0], params)
-            if cut is not None:
-                return self._operation("slice", cut.key, cut.call, [tracers[0], *cut.starts])[0]
+            row = row_of_weight(self, tracers[0], params)
+            if row is not None:
+                return self._operation("slice", "row", _row, [tracers[0], row])[0]
         filling, known = known_filling(self, primitive, tracers, params)
         if known is not None:
             return self.made([known], tracers)[0]
@@ -603,3 +603,8 @@ class Recorder(Trace):
         shared = tuple(s.index for s in tracers.values())
         tracers = set(tracers)
         return [Shared(self, i) for i in self.registry.shared_results((key, marks), filled, shared)]
+
+
+def _row(x: Array, k: Array) -> list[Array]:
+    """The slice that is row k of an array."""
+    return [x[k][None]]
