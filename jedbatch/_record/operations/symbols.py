@@ -141,30 +141,18 @@ def _remembering(name: str) -> Callable:
     """An operator that does what that of a tracer does, the second time faster."""
     of_tracer = getattr(Tracer, name)
 
-    def slow_path(a: Leaf, b: Any) -> Any:
+    def slow_path(*args: Any) -> Any:
         try:
-            return of_tracer(a, b)
+            return of_tracer(*args)
         except Exception as error:
-            note_operation(error, name, (a, b))
+            note_operation(error, name, args)
             raise
 
-    def method(self: "Symbol", other: Any) -> Any:
+    def method(self: "Symbol", *other: Any) -> Any:
         if type(self) is Value or type(self) is Shared:
-            other = self._trace.with_constants(other)
-            return self._trace.operate(slow_path, slow_path, self, other)
-        return slow_path(self, other)  # a future may stand for something else by now
-
-    return method
-
-
-def _of_one(name: str) -> Callable:
-    """The same for an operator on one value."""
-    of_tracer = getattr(Tracer, name)
-
-    def method(self: "Symbol") -> Any:
-        if type(self) is Value:
-            return self._trace.operate(name, of_tracer, self)
-        return of_tracer(self)
+            others = map(self._trace.with_constants, other)
+            return self._trace.operate(slow_path, slow_path, self, *others)
+        return slow_path(self, *other)  # a future may stand for something else by now
 
     return method
 
@@ -190,7 +178,7 @@ class Symbol(Tracer):
     __matmul__, __rmatmul__ = _remembering("__matmul__"), _remembering("__rmatmul__")
     __lt__, __le__ = _remembering("__lt__"), _remembering("__le__")
     __gt__, __ge__ = _remembering("__gt__"), _remembering("__ge__")
-    __neg__, __abs__ = _of_one("__neg__"), _of_one("__abs__")
+    __neg__, __abs__ = _remembering("__neg__"), _remembering("__abs__")
 
     def value_for(self, what: str) -> Any:
         """Returns the value, which is the recorder's to give, for something that needs it.
