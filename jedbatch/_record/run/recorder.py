@@ -40,6 +40,7 @@ from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.interpret import has_gradient, returns_nothing
 from jedbatch._jaxpr.numbers import Number, traced_bodies
 from jedbatch._jaxpr.symbolic_dims import as_numbers
+from jedbatch._jaxpr.versions import failing_without_trace
 from jedbatch._record.calls.fast_path import (
     DescribedCell,
     Description,
@@ -83,11 +84,7 @@ from jedbatch._record.operations.static_numbers import (
 )
 from jedbatch._record.operations.symbols import Shared, Symbol, Value, frozen, value_reached
 from jedbatch._record.run.symbolic import output, symbolic
-from jedbatch._record.types.custom_rules import (
-    calling_with_forward_rule,
-    calling_with_reverse,
-    record_custom,
-)
+from jedbatch._record.types.custom_rules import calling_with_rule, record_custom
 from jedbatch._record.types.registry import CallSpec, Registry
 from jedbatch._record.types.shared_operands import VALUE
 from jedbatch._support.types import Array, Leaf, PyTree
@@ -488,19 +485,17 @@ class Recorder(Trace):
         kind = self.registry.value_type(value.shape, value.dtype, number.weak)
         return Value(self, self.new_input(self.registry.group("value", kind), value), kind)
 
-    def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, *, symbolic_zeros):
+    def process_custom_jvp_call(self, primitive, fun, jvp, tracers, /, **told):
         if self.has_numbers:
             check_rule(fun)
-        call = calling_with_forward_rule(primitive, fun, jvp, symbolic_zeros=symbolic_zeros)
+        call = calling_with_rule("process_custom_jvp_call", primitive, fun, jvp, **told)
         return record_custom(self, (fun, jvp), call, list(map(read_by_jax, tracers)))
 
-    def process_custom_vjp_call(
-        self, primitive, fun, fwd, bwd, tracers, /, *, out_trees, symbolic_zeros
-    ):
+    def process_custom_vjp_call(self, primitive, fun, fwd, bwd, tracers, /, **told):
         if self.has_numbers:
             check_rule(fun)
-        told = {"out_trees": out_trees, "symbolic_zeros": symbolic_zeros}
-        call = calling_with_reverse(primitive, fun, fwd, bwd, **told)
+        forward = failing_without_trace(fwd)
+        call = calling_with_rule("process_custom_vjp_call", primitive, fun, forward, bwd, **told)
         return record_custom(self, (fun, fwd, bwd), call, list(map(read_by_jax, tracers)))
 
     def stage_value(self, val):

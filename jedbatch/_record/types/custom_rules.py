@@ -16,7 +16,6 @@ from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._jaxpr.closed_over import value_that_is_gone
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._jaxpr.versions import failing_without_trace
 from jedbatch._record.cell import pause
 from jedbatch._record.identity.function_leaves import held_values
 from jedbatch._support.caches import Budget, Memory, each
@@ -100,24 +99,17 @@ def record_custom(
     return out
 
 
-def calling_with_forward_rule(primitive: Any, *functions: Any, **told: Any) -> Callable:
-    """Returns what calls a function with a rule within the trace that is there then."""
+def calling_with_rule(how: str, *functions: Any, **told: Any) -> Callable:
+    """Returns what calls a function with a rule within the trace that is there then.
+
+    Args:
+      how: the name of the method by which traces process it.
+      functions: the primitive, the function and its rules.
+      told: what else the method gets.
+    """
 
     def call(*values):
         with take_current_trace() as trace, set_current_trace(trace):
-            return trace.process_custom_jvp_call(primitive, *functions, values, **told)
-
-    return call
-
-
-def calling_with_reverse(
-    primitive: Any, function: Any, forward: Any, back: Any, **told: Any
-) -> Callable:
-    """Returns the same of a function with a rule for the reverse."""
-    forward = failing_without_trace(forward)
-
-    def call(*values):
-        with take_current_trace() as trace, set_current_trace(trace):
-            return trace.process_custom_vjp_call(primitive, function, forward, back, values, **told)
+            return getattr(trace, how)(*functions, values, **told)
 
     return call
