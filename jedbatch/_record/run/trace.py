@@ -242,60 +242,54 @@ def finish(
     registry: Registry, columns: Sequence[list], outputs: list[int], ends: np.ndarray
 ) -> Graph:
     """Returns one graph of all instances from the lists of a recorder."""
-    node_ptr, _, input_ptr, output_ptr = ends
-    recorded, references, input_group, input_value = columns
+    node_ptr, _, _, output_ptr = ends
     compiled = core()
-    if compiled is not None:
-        return _finish_compiled(compiled, registry, columns, outputs, ends)
-    node_type, operand, result = map(int64_of, (recorded, references, outputs))
-    arity = registry.arity[node_type]
+    write = _write if compiled is None else functools.partial(_write_compiled, compiled)
+    recorded, references, group = map(int64_of, columns[:3])
+    arrays = recorded, references, group, int64_of(outputs)
+    node_type, operand_ptr, operand, result, kept, kept_ptr, cuts = write(registry, arrays, ends)
+    inputs = grouped_inputs(registry, columns[3], kept, group[kept], cuts)
+    columns_of_nodes = registry.types, node_type, operand_ptr, operand, inputs, result
+    return Graph(*columns_of_nodes, node_ptr, kept_ptr, output_ptr)
 
-    # Inputs: drop those that are not read, and group what is read the same way, by instance.
-    group = int64_of(input_group)
+
+def _write(registry: Registry, arrays: Sequence[np.ndarray], ends: np.ndarray) -> tuple[Any, ...]:
+    """Returns columns of a graph from those of a recorder.
+
+    Inputs that are not read are dropped, and what is read the same way is grouped, by instance.
+
+    Returns:
+      (types of nodes, pointers to operands, operands, outputs; the inputs that are kept, in order,
+      pointers to those of each instance, and where the instance or the group changes).
+    """
+    node_type, operand, group, result = arrays
+    node_ptr, _, input_ptr, _ = ends
     owner_of = np.repeat(np.arange(len(input_ptr) - 1), np.diff(input_ptr))
-    kept_inputs = np.flatnonzero(inputs_read((operand, result), len(group)))
-    owner = owner_of[kept_inputs]
-    groups = np.flatnonzero(np.bincount(group[kept_inputs]))
+    kept = np.flatnonzero(inputs_read((operand, result), len(group)))
+    owner = owner_of[kept]
+    groups = np.flatnonzero(np.bincount(group[kept]))
     if len(groups) > 1:
         number = np.zeros(len(registry.groups), np.int64)
         number[groups] = np.arange(len(groups))
-        key = owner * len(groups) + number[group[kept_inputs]]
+        key = owner * len(groups) + number[group[kept]]
         _, order = sorted_by(key, len(groups) * (len(node_ptr) - 1))
-        kept_inputs = kept_inputs[order]
-        owner = owner_of[kept_inputs]
+        kept, owner = kept[order], owner[order]
     place = np.zeros(len(group), np.int64)
-    place[kept_inputs] = np.arange(len(kept_inputs))
+    place[kept] = np.arange(len(kept))
     renumber_inputs((operand, result), place)
-    return Graph(
-        registry.types,
-        node_type.astype(np.int32),
-        pointers(arity),
-        operand.astype(np.int32),
-        grouped_inputs(
-            registry,
-            input_value,
-            kept_inputs,
-            group[kept_inputs],
-            _cuts(owner, group[kept_inputs]),
-        ),
-        result.astype(np.int32),
-        node_ptr,
-        pointers(np.bincount(owner, minlength=len(node_ptr) - 1)),
-        output_ptr,
-    )
+    types, *references = (x.astype(np.int32) for x in (node_type, operand, result))
+    kept_ptr = pointers(np.bincount(owner, minlength=len(node_ptr) - 1))
+    operand_ptr = pointers(registry.arity[node_type])
+    return types, operand_ptr, *references, kept, kept_ptr, _cuts(owner, group[kept])
 
 
-def _finish_compiled(
-    compiled: Any,
-    registry: Registry,
-    columns: Sequence[list],
-    outputs: list[int],
-    ends: np.ndarray,
-) -> Graph:
+def _write_compiled(
+    compiled: Any, registry: Registry, arrays: Sequence[np.ndarray], ends: np.ndarray
+) -> tuple[Any, ...]:
     """Returns the same by compiled code."""
-    node_ptr, _, input_ptr, output_ptr = ends
-    call_spec, reference, group = map(int64_of, columns[:3])
-    result, num_nodes, num_inputs = int64_of(outputs), len(call_spec), len(group)
+    call_spec, reference, group, result = arrays
+    node_ptr, _, input_ptr, _ = ends
+    num_nodes, num_inputs = len(call_spec), len(group)
     node_type, operand_ptr = np.empty(num_nodes, np.int32), np.empty(num_nodes + 1, np.int64)
     operand, kept_result = (np.empty(len(x), np.int32) for x in (reference, result))
     kept, cuts = np.empty((2, num_inputs), np.int64)
@@ -303,19 +297,8 @@ def _finish_compiled(
     recorded = call_spec, reference, registry.arity, group, result, first_input
     written = node_type, operand_ptr, operand, kept_result, kept, kept_ptr, cuts
     num_kept, num_cuts = compiled.write_graph(len(registry.groups), (*recorded, *written))
-    kept = kept[:num_kept]
     bounds = [*cuts[:num_cuts].tolist(), num_kept]
-    return Graph(
-        registry.types,
-        node_type,
-        operand_ptr,
-        operand,
-        grouped_inputs(registry, columns[3], kept, group[kept], bounds),
-        kept_result,
-        node_ptr,
-        kept_ptr,
-        output_ptr,
-    )
+    return node_type, operand_ptr, operand, kept_result, kept[:num_kept], kept_ptr, bounds
 
 
 def inputs_read(references: Sequence[np.ndarray], num_inputs: int) -> np.ndarray:
