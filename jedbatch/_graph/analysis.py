@@ -163,14 +163,18 @@ def reachable_types(node_type: np.ndarray, num_types: int, edges: Edges) -> np.n
     reach = np.zeros((len(present), len(present)), bool)
     pairs = places[maker] * len(present) + places[reader]
     reach.ravel()[np.unique(pairs) if len(present) > 300 else np.bincount(pairs).nonzero()] = 1
-    for _ in range(len(present).bit_length()):
-        further = (reach.astype(np.float32) @ reach) > 0
-        if not (further > reach).any():
-            break
-        reach |= further
     of_all_types = np.zeros((num_types, num_types), bool)
-    of_all_types[np.ix_(present, present)] = reach
+    of_all_types[np.ix_(present, present)] = transitive_closure(reach)
     return of_all_types
+
+
+def transitive_closure(leads: np.ndarray) -> np.ndarray:
+    """Returns bool[K, K], whether a path leads from one to another, given edges."""
+    while True:
+        further = leads | ((leads.astype(np.float32) @ leads) > 0)
+        if (further == leads).all():
+            return further
+        leads = further
 
 
 def reads_itself(node_type: np.ndarray, num_types: int, edges: Edges) -> np.ndarray:

@@ -52,6 +52,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jedbatch._graph.analysis import transitive_closure
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import held_values
 from jedbatch._graph.paths import pointers
@@ -189,7 +190,7 @@ class ContractionStage:
         """
         kinds, reads = list(self.number), self.fed > 0
         is_fixed, is_ragged = (np.array([k in some for k in kinds]) for some in (fixed, ragged))
-        leads = _closure(reads)
+        leads = transitive_closure(reads)
         recurs = np.diag(leads)
         rare = (self.count <= self.num_instances) & ~recurs
         often = (self.count > MANY_TIMES * self.num_instances) & recurs
@@ -203,7 +204,7 @@ class ContractionStage:
         added = adds.sum(axis=1)
         single = ~self.many & (added <= self.most_added) & ~(reads & barred).any(axis=1)
         # Rounds of a loop would become one if all kinds of a cycle did at once.
-        loops = np.diag(_closure(reads & single[:, None] & single)) & (added > 0)
+        loops = np.diag(transitive_closure(reads & single[:, None] & single)) & (added > 0)
         found = [kinds[k] for k in np.flatnonzero(single & ~loops)]
         if single.any() and not found:  # one of them, then
             found = [min([kinds[k] for k in np.flatnonzero(single)], key=lambda k: names[k])]
@@ -532,12 +533,3 @@ def origin(node_type: NodeType) -> Any:
     """Returns where nodes of a type come from: `CELL`, `LISTS`, or an operation of JAX."""
     key = operation_of(node_type).key[0]
     return key[0] if isinstance(key, tuple) else key
-
-
-def _closure(leads: np.ndarray) -> np.ndarray:
-    """bool[K, K], whether a path leads from one kind to another, given edges."""
-    while True:
-        further = leads | (leads.astype(np.float32) @ leads.astype(np.float32) > 0)
-        if (further == leads).all():
-            return further
-        leads = further
