@@ -28,11 +28,11 @@ class Known(NamedTuple):
     Attributes:
       nodes: how each is recorded, and what it reads: argument k of the operation as k, and result k
         of the nodes as ~k.
-      groups: of the inputs that arguments become, None of symbols; nothing if all are.
+      groups: (position, group of inputs) of the arguments that become inputs.
     """
 
     nodes: tuple[tuple[CallSpec, tuple[int, ...]], ...]
-    groups: tuple[int | None, ...]
+    groups: tuple[tuple[int, int], ...]
 
 
 def way_of(recorder: RecorderLike, operation: Hashable, args: Sequence[Any]) -> Any:
@@ -59,13 +59,12 @@ def way_of(recorder: RecorderLike, operation: Hashable, args: Sequence[Any]) -> 
 
 def record_again(recorder: RecorderLike, known: Known, args: Sequence[Any]) -> Any:
     """Records an operation as before, and returns the results of its last node."""
-    if known.groups:
-        pairs = zip(args, known.groups, strict=True)
-        read = [x.index if g is None else recorder.new_input(g, x) for x, g in pairs]
-    else:
-        read = [x.index for x in args]
+    nodes, groups = known
+    read: list[Any] = [getattr(x, "index", None) for x in args]
+    for k, group in groups:
+        read[k] = recorder.new_input(group, args[k])
     first, out = recorder.counter[0], None
-    for call_spec, places in known.nodes:
+    for call_spec, places in nodes:
         recorder.references += [read[k] if k >= 0 else first + ~k for k in places]
         out = recorder.record(call_spec)
     return out
@@ -81,12 +80,13 @@ def note_last_node(recorder: RecorderLike, way: Any, args: Sequence[Any], num_in
     if len(numbers) == len(inputs):
         call_spec = recorder.registry.call_specs[recorder.call_specs[-1]]
         nodes = ((call_spec, tuple([k for k, x in enumerate(args) if type(x) is not Shared])),)
-        known = Known(nodes, _groups(recorder, args, numbers, inputs))
-        recorder.registry.operations[way] = known
+        groups = tuple([(k, recorder.input_group[i]) for k, i in zip(numbers, inputs, strict=True)])
+        recorder.registry.operations[way] = Known(nodes, groups)
 
 
 def operate(recorder: RecorderLike, how: Hashable, slow_path: Callable, *args: Any) -> Leaf:
     """Records an operator on symbols, and maybe a number, as before, or by `slow_path`."""
+    args = recorder.with_constants(args) if recorder.constants else args
     way = way_of(recorder, how, args) if recorder.active else None
     if way is None:
         return slow_path(*args)
@@ -138,10 +138,12 @@ def _known(
     of_value = {x.index: k for k, x in enumerate(args) if type(x) is Value}
     if len(of_value) != sum(type(x) is Value for x in args):  # one that is read twice
         return None
+    groups = []
     for k, i in zip(numbers, inputs, strict=True):
         if not _is_number(recorder, i, args[k]):  # it may have decided what was done
             return None
         of_value[~i] = k
+        groups.append((k, recorder.input_group[i]))
     made = range(first, recorder.num_values)
     of_value |= {value: ~k for k, value in enumerate(made)}
     read = iter(recorder.references[before[1] :])
@@ -152,17 +154,7 @@ def _known(
         nodes.append((call_spec, places))
     if any(None in places for _, places in nodes) or len(nodes[-1][0].results) != 1:
         return None
-    return Known(tuple(nodes), _groups(recorder, args, numbers, inputs))
-
-
-def _groups(
-    recorder: RecorderLike, args: Sequence[Any], numbers: Sequence[int], inputs: Sequence[int]
-) -> tuple[int | None, ...]:
-    """Returns `Known.groups`, given which arguments are numbers, and the inputs they became."""
-    if not numbers:
-        return ()
-    found = {k: recorder.input_group[i] for k, i in zip(numbers, inputs, strict=True)}
-    return tuple(map(found.get, range(len(args))))
+    return Known(tuple(nodes), tuple(groups))
 
 
 def _is_number(recorder: RecorderLike, place: int, number: Any) -> bool:

@@ -45,6 +45,7 @@ class RecorderLike(Protocol):
     kept: list[Any]
     containers: dict[int, tuple[Hashable, None]]
     cells: dict[Any, Any]
+    constants: dict[Hashable, Any]
     leaving: Callable[["Symbol", str], None] | None
     stacking: Any
 
@@ -150,8 +151,7 @@ def _remembering(name: str) -> Callable:
 
     def method(self: "Symbol", *other: Any) -> Any:
         if type(self) is Value or type(self) is Shared:
-            others = map(self._trace.with_constants, other)
-            return self._trace.operate(slow_path, slow_path, self, *others)
+            return self._trace.operate(slow_path, slow_path, self, *other)
         return slow_path(self, *other)  # a future may stand for something else by now
 
     return method
