@@ -53,7 +53,7 @@ Read in this order:
    indexed.
 27. `operations.known_operations`: Operations that were recorded before: they are recorded again by
    what they read.
-28. `operations.operators`: Indexing symbols.
+28. `operations.indexing`: Indexing symbols.
 29. `operations.containers`: Containers of shared arguments: cells get them whole, and know them by
    a token.
 30. `operations.filled_arrays`: Arrays that are filled with a number while something is recorded,

@@ -12,7 +12,7 @@ from jedbatch._graph.paths import pointers
 from jedbatch._graph.rewrite import Rewrite, rewrite, with_inputs
 from jedbatch._graph.types import ValueType, operation_of
 from jedbatch._jaxpr.storage import is_key
-from jedbatch._record.operations.operators import PICK
+from jedbatch._record.operations.indexing import PICK
 from jedbatch._record.passes.list_axes import Axes
 from jedbatch._record.types.list_cells import LONG
 from jedbatch._record.types.registry import CallSpec, Registry

@@ -66,6 +66,7 @@ from jedbatch._record.operations.containers import shared_token, tokens_of_conta
 from jedbatch._record.operations.failures import note_operation
 from jedbatch._record.operations.filled_arrays import known_filling
 from jedbatch._record.operations.floats import check_rule, check_rules, refused
+from jedbatch._record.operations.indexing import index_shared, index_value
 from jedbatch._record.operations.inlining import record_inlined
 from jedbatch._record.operations.known_operations import (
     note_last_node,
@@ -73,7 +74,6 @@ from jedbatch._record.operations.known_operations import (
     record_again,
     way_of,
 )
-from jedbatch._record.operations.operators import index_shared, index_value
 from jedbatch._record.operations.sequences import check_elements
 from jedbatch._record.operations.stacking import MAKES_STACKS, Stacking
 from jedbatch._record.operations.static_numbers import (
