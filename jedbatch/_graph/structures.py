@@ -21,11 +21,10 @@ import numpy as np
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import types_and_counts, whole_numbers
 from jedbatch._graph.operations import ListOperands
-from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers
+from jedbatch._graph.paths import pointers
 from jedbatch._graph.record import Record
 from jedbatch._graph.types import ValueType
 from jedbatch._support.caches import Budget, Memory
-from jedbatch._support.native import core
 
 KNOWN = operator.attrgetter("known_structure")
 MIN_COPIES = 4  # instances to a structure, in the mean, or so few: to find structures takes time
@@ -157,18 +156,14 @@ def written_out(
       words: int32[...], what is to agree besides the graph.
       most: different ones; if there are more, None is returned.
     """
-    compiled = core() if graph.num_instances > 1 else None  # one takes longer to hand over
-    if compiled is not None:
-        columns = (
-            *int32_arrays(graph.node_type),
-            *int64_arrays(graph.operand_ptr),
-            *int32_arrays(graph.operand, graph.outputs),
-        )
-        bounds = np.frombuffer(b"".join(graph.bounds), np.int64)
-        found = compiled.write_structures(most, (*columns, bounds, word_ptr, words, which))
-    else:
-        found = [_written(graph, i, words[word_ptr[i] : word_ptr[i + 1]]) for i in which.tolist()]
-    return found if found is not None and len(set(found)) <= most else None
+    found: list[bytes] = []
+    different: set[bytes] = set()
+    for i in which.tolist():
+        found.append(_written(graph, i, words[word_ptr[i] : word_ptr[i + 1]]))
+        different.add(found[-1])
+        if len(different) > most:
+            return None
+    return found
 
 
 def _written(graph: Graph, i: int, words: np.ndarray) -> bytes:

@@ -94,32 +94,6 @@ class Buckets:
         return trips[..., : len(self.widths)] @ np.array(self.widths)
 
 
-@functools.lru_cache(256)
-def tables_of(buckets_by_type: tuple[Buckets | None, ...]) -> tuple[np.ndarray, ...]:
-    """Returns how batches of each type are cut into chunks, as the compiled core reads it.
-
-    Args:
-      buckets_by_type: of each type id, or None for a type without nodes.
-
-    Returns:
-      (int32[T], which buckets a type has, -1 for none; int64[B + 1], where their cheapest chunks
-      begin among int32[_, NUM_WIDTHS]; the widths, int64[B, NUM_WIDTHS]; int64[B], the lanes that
-      all widths are multiples of).
-    """
-    all_buckets = list(dict.fromkeys(x for x in buckets_by_type if x is not None))
-    place = {buckets: k for k, buckets in enumerate(all_buckets)}
-    cheapest = [buckets._cheapest for buckets in all_buckets]
-    covers = [np.pad(x, [(0, 0), (0, NUM_WIDTHS - x.shape[1])]) for x in cheapest]
-    ends = np.cumsum([0, *map(len, covers)], dtype=np.int64)
-    return (
-        np.array([-1 if x is None else place[x] for x in buckets_by_type], np.int32),
-        ends,
-        np.concatenate(covers) if covers else np.zeros((0, NUM_WIDTHS), np.int32),
-        np.array([x.columns for x in all_buckets], np.int64).reshape(-1, NUM_WIDTHS),
-        np.array([x._unit for x in all_buckets], np.int64),
-    )
-
-
 @functools.lru_cache(4096)
 def num_widths(buckets: Buckets, largest: int) -> int:
     """Returns the number of widths that batches of up to `largest` nodes use."""

@@ -27,15 +27,14 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
-from jedbatch._graph.paths import int32_arrays, int64_arrays, pointers, ranges
+from jedbatch._graph.paths import pointers, ranges
 from jedbatch._graph.types import NodeType
 from jedbatch._layout.allocator import Allocation, allocate
-from jedbatch._layout.bucketing import FINE_BUCKETS, NUM_WIDTHS, Buckets, tables_of
+from jedbatch._layout.bucketing import FINE_BUCKETS, NUM_WIDTHS, Buckets
 from jedbatch._layout.explain import explain
 from jedbatch._layout.live_ranges import find_live_ranges
 from jedbatch._layout.node_order import ORDERS, checked_order
 from jedbatch._schedule.schedule import Schedule
-from jedbatch._support.native import core
 from jedbatch._support.types import OrderName
 
 if TYPE_CHECKING:
@@ -56,6 +55,7 @@ class Layout:
       order: how nodes are ordered inside of batches.
       node: int32[N], the nodes of every batch in the order of their lanes.
       trips: int32[S, W], chunks of each width of every batch.
+      padded: int64[S], lanes of each batch, padding included.
       start: int64[S], the lane of its type in which each batch begins.
       lane_ptr: int64[T + 1], the lanes of each type, padding included.
       lane_node: int32[lanes], the node whose operands are read in each lane.
@@ -70,6 +70,7 @@ class Layout:
     order: str
     node: Int32[np.ndarray, " N"]
     trips: Int32[np.ndarray, "S W"]
+    padded: Int64[np.ndarray, " S"]
     start: Int64[np.ndarray, " S"]
     lane_ptr: Int64[np.ndarray, " T+1"]
     lane_node: Int32[np.ndarray, " lanes"]
@@ -92,16 +93,6 @@ class Layout:
             (self.graph.types[t], int(batches[t]), int(nodes[t])) for t in self.graph.present_types
         )
         return int(nodes.sum()), len(self.schedule), int(self.lane_ptr[-1]), ran
-
-    @functools.cached_property
-    def padded(self) -> Int64[np.ndarray, " S"]:
-        """int64[S], lanes of each batch, padding included."""
-        by_type = np.argsort(self.schedule.batch_type, kind="stable")
-        types = self.schedule.batch_type[by_type]
-        ends = np.append(self.start[by_type][1:] + self.lane_ptr[types[1:]], self.lane_ptr[-1])
-        padded = np.empty(len(self.start), np.int64)
-        padded[by_type] = ends - self.start[by_type] - self.lane_ptr[types]
-        return padded
 
     @functools.cached_property
     def widest(self) -> Int64[np.ndarray, " T"]:
@@ -194,24 +185,10 @@ def assign_lanes(
     if weight is not None:
         node_ptr = pointers(weight[node])[node_ptr]
     counts = graph.results_per_type
-    space, num_spaces = _spaces(counts.tobytes())
-    compiled = core()
-    if compiled is None:
-        trips, padded, start, lane_ptr = _cut_in_python(graph, schedule, node_ptr, buckets_by_type)
-        block = np.repeat(start[:, None], space.shape[1], axis=1)
-        rows = np.repeat(np.diff(lane_ptr), counts)
-        found = {"padded": padded}
-    else:
-        trips = np.empty((len(schedule), NUM_WIDTHS), np.int32)
-        padded, start = np.empty((2, len(schedule)), np.int64)
-        lane_ptr, widest = np.empty(len(counts) + 1, np.int64), np.empty(len(counts), np.int64)
-        block = np.empty((len(schedule), space.shape[1]), np.int64)
-        rows = np.empty(num_spaces, np.int64)
-        types, ptr = *int32_arrays(schedule.batch_type), *int64_arrays(node_ptr)
-        tables = *tables_of(tuple(buckets_by_type)), counts
-        written = trips, padded, start, lane_ptr, block, rows, widest
-        compiled.cut_lanes((types, ptr, *tables, *written))
-        found = {"padded": padded, "widest": widest}
+    space = _spaces(counts.tobytes())
+    trips, padded, start, lane_ptr = _cut(graph, schedule, node_ptr, buckets_by_type)
+    block = np.repeat(start[:, None], space.shape[1], axis=1)
+    rows = np.repeat(np.diff(lane_ptr), counts)
     if weight is None:
         first = start + lane_ptr[schedule.batch_type]
         lane_node, lane = _number_lanes(node, node_ptr, start, first, padded)
@@ -219,14 +196,11 @@ def assign_lanes(
         lane_node, lane = np.zeros(0, np.int32), np.empty(len(node), np.int64)
         sizes = np.diff(schedule.node_ptr)
         lane[node] = pointers(weight[node])[:-1] + (start - node_ptr[:-1]).repeat(sizes)
-    layout = Layout(
-        graph, schedule, order, node, trips, start, lane_ptr, lane_node, lane, space, block, rows
-    )
-    layout.__dict__.update(found)
-    return layout
+    lanes = trips, padded, start, lane_ptr, lane_node, lane
+    return Layout(graph, schedule, order, node, *lanes, space, block, rows)
 
 
-def _cut_in_python(
+def _cut(
     graph: Graph,
     schedule: Schedule,
     node_ptr: np.ndarray,
@@ -236,9 +210,13 @@ def _cut_in_python(
     sizes = np.diff(node_ptr)
     trips = np.zeros((len(schedule), NUM_WIDTHS), np.int32)
     padded = np.zeros(len(schedule), np.int64)
-    for buckets in {buckets for buckets in buckets_by_type if buckets is not None}:
-        has = np.array([other == buckets for other in buckets_by_type])
-        batch_ids = np.flatnonzero(has[schedule.batch_type])
+    numbers: dict[Buckets | None, int] = {}
+    number_of = [numbers.setdefault(buckets, len(numbers)) for buckets in buckets_by_type]
+    number = np.array(number_of, np.int64)[schedule.batch_type]
+    for buckets, k in numbers.items():
+        if buckets is None:
+            continue
+        batch_ids = np.flatnonzero(number == k)
         chunks = buckets.cover(sizes[batch_ids])
         trips[batch_ids, : chunks.shape[1]] = chunks
         padded[batch_ids] = buckets.lanes(chunks)
@@ -252,15 +230,15 @@ def _cut_in_python(
 
 
 @functools.lru_cache(256)
-def _spaces(results_per_type: bytes) -> tuple[np.ndarray, int]:
-    """Returns (int32[T, R], a space for each result of each type or -1; how many there are)."""
+def _spaces(results_per_type: bytes) -> np.ndarray:
+    """Returns int32[T, R], a space for each result of each type or -1."""
     counts = np.frombuffer(results_per_type, np.int32)
     most = int(counts.max(initial=0))
     space = np.full((len(counts), most), -1, np.int32)
     filled = np.arange(most) < counts[:, None]
     space[filled] = np.arange(int(filled.sum()))
     space.flags.writeable = False  # of many layouts
-    return space, int(counts.sum())
+    return space
 
 
 def _number_lanes(

@@ -15,7 +15,7 @@ from types import ModuleType
 SWITCH = "JEDBATCH_NATIVE"  # of the environment
 BUILD = "`pip install -e .` in a clone"
 MODULE = "jedbatch._support.native_core"
-REVISION = 28  # of what the functions of the core take and return, as in `_support/c/core.h`
+REVISION = 29  # of what the functions of the core take and return, as in `_support/c/core.h`
 
 
 def core() -> ModuleType | None:

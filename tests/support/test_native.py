@@ -14,7 +14,6 @@ from cases.compiled_core import assert_equal, both, columns, compiled
 import jedbatch
 from jedbatch._graph.analysis import sorted_by
 from jedbatch._graph.paths import int64_of, longest_chains, longest_paths, ranges
-from jedbatch._graph.types import ValueType
 from jedbatch._layout.node_order import ORDERS
 from jedbatch._record.instances.key import (
     immutable,
@@ -22,7 +21,6 @@ from jedbatch._record.instances.key import (
     keys_with_arrays,
     plain_keys,
 )
-from jedbatch._record.run.trace import host_rows
 from jedbatch._schedule.encodings import ENCODINGS, encode
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.fsm import FSM
@@ -348,34 +346,6 @@ def test_a_part_that_others_hold_is_met_once():
 
 
 @compiled
-@pytest.mark.parametrize(
-    ("values", "fits"),
-    [
-        ([3, -(2**31), 2**31 - 1, "no number", 0], True),
-        ([0, 1, 2, None, 2**31], False),
-        ([0, 1, 2, None, -(2**31) - 1], False),
-        ([0, 1, 2, None, 2**70], False),
-        ([0, True, 2, None, 4], False),
-        ([0, 1.0, 2, None, 4], False),
-        ([0, Number(1), 2, None, 4], False),
-    ],
-)
-def test_ints_are_taken(values, fits):
-    places, numbers = np.array([4, 0, 1, 2, 1]), np.zeros(5, np.int32)
-    assert native.core().take_ints(values, (places, numbers)) is fits
-    if fits:
-        read = [values[k] for k in places]
-        assert_equal([numbers], [host_rows(read, ValueType((), np.dtype(np.int32)))])
-
-
-@compiled
-def test_ints_that_are_not_there_are_refused():
-    for places in ([2], [-1], [0, 0]):
-        with pytest.raises(ValueError, match="places"):
-            native.core().take_ints([1, 2], (np.array(places), np.zeros(1, np.int32)))
-
-
-@compiled
 def test_numbers_are_copied(monkeypatch):
     for numbers in ([], [0, -1, 2**40, -(2**63)]):
         for start in range(len(numbers) + 1):
@@ -431,15 +401,6 @@ def test_arrays_that_do_not_fit_are_refused():
         "too many columns": lambda: core.join([columns], (bounds, *new, *[i32(0, 0)] * 5)),
         "a node": lambda: core.sort_batches((i32(0, 2), i64(0, 2), u8(1), i32(0, 0))),
         "keys far apart": lambda: core.sort_batches((i32(0, 1), i64(0, 2), u8(1), i32(0, 1 << 30))),
-        "an instance": lambda: core.write_structures(
-            1, (*columns, i64(0, 3, *bounds[2:10]), i64(0, 0), i32(), i64(0))
-        ),
-        "words of an instance": lambda: core.write_structures(
-            1, (*columns, bounds[:10], i64(0, 2), i32(0), i64(0))
-        ),
-        "another instance": lambda: core.write_structures(
-            1, (*columns, bounds[:10], i64(0, 0), i32(), i64(1))
-        ),
         "a copy": lambda: core.write_copies(*copies(first=1)),
         "a lane of a copy": lambda: core.write_copies(*copies(lane=1)),
         "copies in too few lanes": lambda: core.write_copies(*copies(padded=1)),

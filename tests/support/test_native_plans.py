@@ -179,33 +179,6 @@ def test_arrays_of_plans_that_do_not_fit_are_refused():
         with pytest.raises(ValueError, match="do not fit"):
             rank(**wrong)
 
-    def cut(batch_type=(0,), ptr=(0, 3), buckets=(0,), ends=(0, 3), widths=(2, 0, 0, 0, 0), unit=2):
-        covers = np.array([[0] * 5, [1, 0, 0, 0, 0], [2, 0, 0, 0, 0]], np.int32)
-        tables = i32(*buckets), i64(*ends), covers, i64(*widths), i64(unit), i32(1)
-        trips, others = np.zeros((1, 5), np.int32), (zeros(1), zeros(1), zeros(2))
-        rest = zeros(1), zeros(1), zeros(1)
-        lanes = core.cut_lanes((i32(*batch_type), i64(*ptr), *tables, trips, *others, *rest))
-        return lanes, trips.tolist()
-
-    assert cut() == (4, [[2, 0, 0, 0, 0]])
-    assert cut(ptr=(0, 9)) == (10, [[5, 0, 0, 0, 0]])
-    for wrong in (
-        {"batch_type": (1,)},
-        {"batch_type": (0, 0)},
-        {"ptr": (0, 0)},
-        {"buckets": (1,)},
-        {"buckets": (-1,)},
-        {"ends": (0, 2)},
-        {"ends": (0, 4)},
-        {"widths": (0, 0, 0, 0, 0)},
-        {"widths": (2,)},
-        {"widths": (20, 0, 0, 0, 0)},  # for which there are too few covers
-        {"unit": 0},
-    ):
-        given = {"ptr": (0, 30), **wrong} if wrong.get("widths", (0,))[0] == 20 else wrong
-        with pytest.raises(ValueError, match="do not fit"):
-            cut(**given)
-
     def write(**changed):
         given = {
             "node_type": i32(0, 0),

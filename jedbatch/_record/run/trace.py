@@ -355,8 +355,7 @@ def grouped_inputs(
 
 def _values_at(values: list[Any], places: np.ndarray, value_type: ValueType) -> np.ndarray:
     """Returns some of the items of a list, all of one type, stacked: one conversion for all."""
-    stacked = _numbers_at(values, places, value_type)
-    return host_rows(_items(values, places), value_type) if stacked is None else stacked
+    return host_rows(_items(values, places), value_type)
 
 
 def _rows_between(
@@ -404,15 +403,6 @@ def _rows_between(
                     whole[g] = chunk
 
 
-def _numbers_at(values: list[Any], places: np.ndarray, value_type: ValueType) -> np.ndarray | None:
-    """Returns some of the items of a list as `host_rows` does, if they are ints; else None."""
-    compiled = core()
-    if compiled is None or value_type.dtype != np.int32 or value_type.shape:
-        return None
-    numbers = np.empty(len(places), np.int32)
-    return numbers if compiled.take_ints(values, (places, numbers)) else None
-
-
 def _items(values: list[Any], places: np.ndarray) -> list[Any]:
     """Returns some of the items of a list."""
     if len(places) == len(values) and bool((places[1:] > places[:-1]).all()):
@@ -431,7 +421,7 @@ def host_rows(items: Sequence[Any], value_type: ValueType) -> np.ndarray:
         items = [np.asarray(x) for x in items]
     elif type(items[0]) is int and value_type.dtype == np.int32:
         with contextlib.suppress(TypeError, OverflowError):  # not all of them are such
-            numbers = int64_of(list(items))
+            numbers = int64_of(items if type(items) is list else list(items))
             if not len(numbers) or (numbers.min() >= -(2**31) and numbers.max() < 2**31):
                 return numbers.astype(np.int32)
     return np.array(items, value_type.dtype)

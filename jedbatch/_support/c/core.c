@@ -88,40 +88,6 @@ copy_ints(PyObject *module, PyObject *args)
     return PyErr_Occurred() ? NULL : Py_NewRef(Py_None);
 }
 
-/* take_ints(values, (places, numbers)): writes the ints at some places of a list to an array of
- * int32 and returns whether it could: False if one of them is no int or is too large. */
-static PyObject *
-take_ints(PyObject *module, PyObject *args)
-{
-    (void)module;
-    PyObject *values, *given;
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &values, &given))
-        return NULL;
-    static const int item_sizes[2] = {8, -4};
-    Buffers buffers = {0};
-    void *data[2];
-    Py_ssize_t lengths[2];
-    if (get_buffers(&buffers, given, 2, item_sizes, data, lengths) < 0)
-        return NULL;
-    const int64_t *place = data[0];
-    int32_t *number = data[1];
-    int fits = lengths[0] == lengths[1], are_ints = 1;
-    for (Py_ssize_t i = 0; fits && are_ints && i < lengths[0]; i++) {
-        fits = place[i] >= 0 && place[i] < PyList_Size(values);
-        PyObject *x = fits ? PyList_GetItem(values, (Py_ssize_t)place[i]) : NULL;
-        int overflow = x == NULL || !PyLong_CheckExact(x);
-        long long found = overflow ? 0 : PyLong_AsLongLongAndOverflow(x, &overflow);
-        are_ints = !overflow && found >= INT32_MIN && found <= INT32_MAX;
-        number[i] = (int32_t)found;
-    }
-    release_buffers(&buffers);
-    if (!fits) {
-        PyErr_SetString(PyExc_ValueError, "there are no such places");
-        return NULL;
-    }
-    return PyBool_FromLong(are_ints);
-}
-
 /* is_off(): whether the environment says that Python is to run, as in `_support/native.py`. */
 static PyObject *
 is_off(PyObject *module, PyObject *nothing)
@@ -138,9 +104,7 @@ static PyMethodDef functions[] = {
     {"is_off", is_off, METH_NOARGS, NULL},
     {"longest_paths", longest_paths, METH_O, NULL},
     {"longest_chains", longest_chains, METH_O, NULL},
-    {"write_structures", write_structures, METH_VARARGS, NULL},
     {"schedule", schedule, METH_VARARGS, NULL},
-    {"cut_lanes", cut_lanes, METH_O, NULL},
     {"instance_tokens", instance_tokens, METH_VARARGS, NULL},
     {"join", join, METH_VARARGS, NULL},
     {"tree_keys", tree_keys, METH_VARARGS, NULL},
@@ -148,7 +112,6 @@ static PyMethodDef functions[] = {
     {"begin_step", begin_step, METH_VARARGS, NULL},
     {"follow_step", follow_step, METH_VARARGS, NULL},
     {"sort_batches", sort_batches, METH_O, NULL},
-    {"take_ints", take_ints, METH_VARARGS, NULL},
     {"write_copies", write_copies, METH_VARARGS, NULL},
     {"write_graph", write_graph, METH_VARARGS, NULL},
     {"write_table", write_table, METH_VARARGS, NULL},

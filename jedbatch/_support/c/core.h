@@ -11,7 +11,7 @@
 #include <Python.h>
 #include <stdint.h>
 
-#define REVISION 28 /* of what functions take and return, as in `_support/native.py` */
+#define REVISION 29 /* of what functions take and return, as in `_support/native.py` */
 #define MAX_BUFFERS 24
 
 typedef struct {
@@ -45,12 +45,10 @@ PyObject *schedule(PyObject *module, PyObject *args);
 PyObject *join(PyObject *module, PyObject *args);
 PyObject *sort_batches(PyObject *module, PyObject *given);
 PyObject *rank_batches(PyObject *module, PyObject *args);
-PyObject *cut_lanes(PyObject *module, PyObject *given);
 PyObject *begin_step(PyObject *module, PyObject *args);
 PyObject *follow_step(PyObject *module, PyObject *args);
 PyObject *write_table(PyObject *module, PyObject *args);
 PyObject *write_graph(PyObject *module, PyObject *args);
-PyObject *write_structures(PyObject *module, PyObject *args);
 PyObject *write_copies(PyObject *module, PyObject *args);
 PyObject *xla_calls(PyObject *module, PyObject *nothing);
 

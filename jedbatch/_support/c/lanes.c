@@ -1,5 +1,5 @@
-/* Orders, lanes and tables of a scheduled graph: the twin of parts of `_layout/node_order.py`,
- * `_layout/layout.py` and `_program/lower.py`, which say what is computed. */
+/* Orders and tables of a scheduled graph: the twin of parts of `_layout/node_order.py` and of
+ * `_program/lower.py`, which say what is computed. */
 
 #include <stdlib.h>
 #include <string.h>
@@ -8,7 +8,7 @@
 
 enum { NUM_WIDTHS = 5 };
 
-/* --- lanes --- */
+/* --- orders --- */
 
 /* sort_batches((node, node_ptr, is sorted, key)): sorts the nodes of some batches by their keys,
  * in place; those with equal keys stay as they are. Keys lie in a range not much wider than there
@@ -70,104 +70,6 @@ sort_batches(PyObject *module, PyObject *given)
     if (PyErr_Occurred())
         return NULL;
     return fits ? Py_NewRef(Py_None) : do_not_fit();
-}
-
-enum {
-    BATCH_TYPE, NODE_PTR, BUCKETS_OF, COVER_PTR, COVERS, WIDTHS, UNITS, NUM_RESULTS, TRIPS, PADDED,
-    START, LANE_PTR, BLOCK, ROWS, WIDEST, NUM_OF_LANES
-};
-
-/* Writes the chunks of each width that cover the nodes of a batch; returns their lanes, or -1. */
-static int64_t
-cover(int64_t size, const int32_t *covers, int64_t num_covers, const int64_t *widths, int64_t unit,
-      int32_t *trips)
-{
-    Py_ssize_t count = 0;
-    while (count < NUM_WIDTHS && widths[count] > 0)
-        count++;
-    if (size <= 0 || count == 0 || unit <= 0)
-        return -1;
-    int64_t widest = widths[count - 1];
-    int64_t full = size >= 2 * widest ? (size - widest) / widest : 0;
-    int64_t row = (size - full * widest + unit - 1) / unit, lanes = 0;
-    if (row >= num_covers)
-        return -1;
-    memcpy(trips, covers + row * NUM_WIDTHS, NUM_WIDTHS * sizeof(int32_t));
-    trips[count - 1] += (int32_t)full;
-    for (Py_ssize_t w = 0; w < count; w++)
-        lanes += trips[w] * widths[w];
-    return lanes;
-}
-
-/* cut_lanes((type of batches, node_ptr, buckets of types, cover_ptr, covers, widths, units, results
- * of types, trips, padded, start, lane_ptr, block, rows, widest)): cuts batches into chunks, by the
- * cheapest `covers` of each number of units of lanes, and numbers the lanes of every type. Returns
- * the lanes of all types. */
-PyObject *
-cut_lanes(PyObject *module, PyObject *given)
-{
-    (void)module;
-    static const int sizes[NUM_OF_LANES] = {4, 8, 4, 8, 4, 8, 8, 4, -4, -8, -8, -8, -8, -8, -8};
-    Buffers buffers = {0};
-    void *data[NUM_OF_LANES];
-    Py_ssize_t lengths[NUM_OF_LANES];
-    if (get_buffers(&buffers, given, NUM_OF_LANES, sizes, data, lengths) < 0)
-        return NULL;
-    const int32_t *batch_type = data[BATCH_TYPE], *buckets_of = data[BUCKETS_OF];
-    const int32_t *covers = data[COVERS], *num_results = data[NUM_RESULTS];
-    const int64_t *node_ptr = data[NODE_PTR], *cover_ptr = data[COVER_PTR];
-    const int64_t *widths = data[WIDTHS], *units = data[UNITS];
-    int32_t *trips = data[TRIPS];
-    int64_t *padded = data[PADDED], *start = data[START], *lane_ptr = data[LANE_PTR];
-    int64_t *block = data[BLOCK], *rows = data[ROWS], *widest = data[WIDEST];
-    Py_ssize_t num_batches = lengths[BATCH_TYPE], num_types = lengths[BUCKETS_OF];
-    Py_ssize_t num_buckets = lengths[UNITS], most = 0, num_spaces = 0;
-    int fits = lengths[NODE_PTR] == num_batches + 1 && lengths[NUM_RESULTS] == num_types &&
-               lengths[WIDTHS] == num_buckets * NUM_WIDTHS &&
-               lengths[COVER_PTR] == num_buckets + 1 && lengths[COVERS] % NUM_WIDTHS == 0 &&
-               are_pointers(cover_ptr, num_buckets + 1, lengths[COVERS] / NUM_WIDTHS) &&
-               are_below(batch_type, num_batches, num_types) &&
-               lengths[TRIPS] == num_batches * NUM_WIDTHS && lengths[PADDED] == num_batches &&
-               lengths[START] == num_batches && lengths[LANE_PTR] == num_types + 1 &&
-               lengths[WIDEST] == num_types;
-    for (Py_ssize_t t = 0; fits && t < num_types; t++) {
-        fits = num_results[t] >= 0 && buckets_of[t] < num_buckets;
-        most = num_results[t] > most ? num_results[t] : most;
-        num_spaces += fits ? num_results[t] : 0;
-    }
-    fits = fits && lengths[BLOCK] == num_batches * most && lengths[ROWS] == num_spaces;
-    if (fits) {
-        memset(lane_ptr, 0, (num_types + 1) * sizeof(int64_t));
-        memset(widest, 0, num_types * sizeof(int64_t));
-    }
-    for (Py_ssize_t b = 0; fits && b < num_batches; b++) {
-        int32_t t = batch_type[b], k = buckets_of[t];
-        int32_t *chunks = trips + b * NUM_WIDTHS;
-        int64_t lanes = -1;
-        if (k >= 0)
-            lanes = cover(node_ptr[b + 1] - node_ptr[b], covers + cover_ptr[k] * NUM_WIDTHS,
-                          cover_ptr[k + 1] - cover_ptr[k], widths + k * NUM_WIDTHS, units[k],
-                          chunks);
-        fits = lanes >= 0;
-        if (!fits)
-            break;
-        padded[b] = lanes;
-        start[b] = lane_ptr[t + 1];
-        lane_ptr[t + 1] += lanes;
-        for (Py_ssize_t s = 0; s < most; s++)
-            block[b * most + s] = start[b];
-        for (int64_t w = widest[t]; w < NUM_WIDTHS; w++)
-            widest[t] = chunks[w] > 0 ? w + 1 : widest[t];
-    }
-    Py_ssize_t space = 0;
-    for (Py_ssize_t t = 0; fits && t < num_types; t++) {
-        for (int32_t s = 0; s < num_results[t]; s++)
-            rows[space++] = lane_ptr[t + 1];
-        lane_ptr[t + 1] += lane_ptr[t];
-    }
-    int64_t lanes = fits ? lane_ptr[num_types] : 0;
-    release_buffers(&buffers);
-    return fits ? PyLong_FromLongLong(lanes) : do_not_fit();
 }
 
 /* --- tables --- */
