@@ -6,21 +6,15 @@ multiplies element by element, which takes 1.2 times as long for 64 by 64 and 13
 So the first factor is transposed before. XLA would make one operation of both again, if there were
 no barrier between them.
 
-Of `W @ B`, where all lanes share `W`, XLA makes one large product, for which it turns `B` of all
-lanes, and the result back. Where `W` is no larger than `B`, or a vector, each lane gets a copy of
-it instead.
-
-Other products do not gain: those of a matrix of the lane with a vector, and `B @ W`, one large
-product for which nothing is turned.
+Other products do not gain: those of a matrix of the lane with a vector, and those with a matrix
+that all lanes share, of which XLA makes one large product.
 """
 
 import collections
-import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Jaxpr, Var
@@ -63,14 +57,8 @@ def with_summed_last(program: Jaxpr, shared: Collection[Var]) -> Jaxpr:
     for place in products.values():
         product = eqns[place]
         assert product is not None
-        if same.isdisjoint(reads(product)):
-            if _sums_elsewhere(product, transposes):
-                eqns[place] = as_call(product, _product(product))
-            continue
-        if product.invars[1] in same and _free(product, 1) == 1:
-            product = _swapped(product, product.outvars[0])  # a vector: the result is the same
-        if product.invars[0] in same and _turns(product, transposes):
-            eqns[place] = as_call(product, _product_of_copies(product))
+        if same.isdisjoint(reads(product)) and _sums_elsewhere(product, transposes):
+            eqns[place] = as_call(product, _product(product))
     return program.replace(eqns=[eqn for eqn in eqns if eqn is not None])
 
 
@@ -102,26 +90,15 @@ def _swapped(product: Equation, result: Var) -> Equation:
 
 def _sums_elsewhere(eqn: Equation, transposes: dict[Var, Equation]) -> bool:
     """Returns whether a product is one of matrices, the first of them summed over other axes."""
-    return not _sums_last(eqn, 0, transposes) and min(_free(eqn, 0), _free(eqn, 1)) > 1
+    return not _sums_last(eqn, transposes) and min(_free(eqn, 0), _free(eqn, 1)) > 1
 
 
-def _turns(eqn: Equation, transposes: dict[Var, Equation]) -> bool:
-    """Returns whether XLA turns the second factor, of a lane, for one product of all lanes.
-
-    Not where the first factor is so large that copies of it would cost more.
-    """
-    first, second = (v.aval.size for v in eqn.invars)
-    has_batch = any(eqn.params["dimension_numbers"][1])
-    is_matrix = not _sums_last(eqn, 1, transposes) and _free(eqn, 1) > 1
-    return is_matrix and not has_batch and first <= second
-
-
-def _sums_last(eqn: Equation, factor: int, transposes: dict[Var, Equation]) -> bool:
-    """Returns whether a factor of a product is summed over its last axes.
+def _sums_last(eqn: Equation, transposes: dict[Var, Equation]) -> bool:
+    """Returns whether the first factor of a product is summed over its last axes.
 
     XLA looks through transposes.
     """
-    source, axes = eqn.invars[factor], tuple(eqn.params["dimension_numbers"][0][factor])
+    source, axes = eqn.invars[0], tuple(eqn.params["dimension_numbers"][0][0])
     ndim = source.aval.ndim
     while isinstance(source, Var) and source in transposes:
         axes = tuple(transposes[source].params["permutation"][axis] for axis in axes)
@@ -152,32 +129,5 @@ def _product(eqn: Equation) -> Callable[..., Array]:
             precision=params["precision"],
             preferred_element_type=params["preferred_element_type"],
         )
-
-    return product
-
-
-def _product_of_copies(eqn: Equation) -> Callable[..., Array]:
-    """Returns the function of an equation whose first factor each lane gets a copy of."""
-    params: dict[str, Any] = eqn.params
-    (summed, others), no_batch = params["dimension_numbers"]
-    ndim = eqn.invars[0].aval.ndim
-    order = [axis for axis in range(ndim) if axis not in summed] + list(summed)
-    multiply = functools.partial(
-        lax.dot_general,
-        dimension_numbers=((tuple(range(ndim - len(summed), ndim)), others), no_batch),
-        precision=params["precision"],
-        preferred_element_type=params["preferred_element_type"],
-    )
-    multiply_turned = jax.custom_batching.custom_vmap(multiply)
-
-    @multiply_turned.def_vmap
-    def over_lanes(lanes: int, batched: Sequence[bool], first: Array, second: Array) -> Any:
-        if not batched[0]:
-            first = lax.optimization_barrier(jnp.broadcast_to(first, (lanes, *first.shape)))
-        return jax.vmap(multiply, (0, 0 if batched[1] else None))(first, second), True
-
-    def product(first: Array, second: Array) -> Array:
-        turned: Array = multiply_turned(jnp.transpose(first, order), second)
-        return turned
 
     return product
