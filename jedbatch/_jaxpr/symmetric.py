@@ -101,15 +101,27 @@ class Symmetric(DifferentiableProgram):
 class _Reverse(DifferentiableProgram):
     """The reverse of a program, from (arguments, residuals, cotangents), as a program.
 
+    One `with_results` takes no residuals, which it computes, and returns a cotangent for every
+    argument and then the results. That is what pulls back by pushing forward.
+
     Attributes:
       of: the program.
       num_args: how many arguments that has.
-      exist: which of its results have a cotangent, and how many results there are.
+      num_results: how many results it has.
+      exist: which of these have a cotangent.
       wanted: see `DifferentiableProgram.pull_back`.
+      with_results: see above.
       places: of the cotangents that come out among those of all arguments; known once it has run.
     """
 
-    def __init__(self, of: Symmetric, num_args: int, cotangents: Partial, wanted: Sequence[bool]):
+    def __init__(
+        self,
+        of: Symmetric,
+        num_args: int,
+        cotangents: Partial,
+        wanted: Sequence[bool],
+        with_results: bool = False,
+    ):
         run = self._run if of.marks_of_cotangents else functools.partial(self._run, ())
         super().__init__(run, self._pull_back, marks=of.marks_of_cotangents and self._marks)
         self.like(of)
@@ -118,6 +130,7 @@ class _Reverse(DifferentiableProgram):
         self.num_results = len(cotangents)
         self.exist = [i for i, c in enumerate(cotangents) if c is not None]
         self.wanted = wanted
+        self.with_results = with_results
         self.places: list[int] = []
 
     def spread(self, values: Sequence[Array]) -> list[Array]:
@@ -125,85 +138,50 @@ class _Reverse(DifferentiableProgram):
         return spread_to(values, self.places, [None] * self.num_args)
 
     def _cut(self, operands: Sequence[Array]) -> tuple[Any, Any, Any]:
-        """(arguments, residuals, cotangents)."""
+        """(arguments, residuals, cotangents of those results that have one)."""
         end = len(operands) - len(self.exist)
         return operands[: self.num_args], operands[self.num_args : end], operands[end:]
 
-    def _marks(self, operands: Partial, numbers: Partial) -> Any:
-        return self.marks_at(operands[: self.num_args], self._cut(numbers)[2])
+    def _of_results(self, cotangents: Partial) -> list[Array]:
+        return spread_to(cotangents, self.exist, [None] * self.num_results)
 
-    def marks_at(self, args: Partial, cotangents: Partial) -> Any:
+    def _marks(self, operands: Partial, numbers: Partial) -> Any:
         """Returns the marks of the cotangents that exist, or of tangents of theirs."""
         assert self.of.marks_of_cotangents is not None
-        full = spread_to(cotangents, self.exist, [None] * self.num_results)
-        return self.of.marks_of_cotangents(args, full)
+        cotangents = self._of_results(self._cut(numbers)[2])
+        return self.of.marks_of_cotangents(operands[: self.num_args], cotangents)
 
     def _run(self, marks: Sequence[Array], *operands: Array) -> list[Array]:
         args, residuals, cotangents = self._cut(operands)
-        back = self.swept(args, residuals, cotangents, self.wanted, marks)
-        self.places = [i for i, x in enumerate(back) if x is not None]
-        return [back[i] for i in self.places]
-
-    def swept(
-        self,
-        args: Partial,
-        residuals: Partial,
-        cotangents: Partial,
-        wanted: Sequence[bool],
-        marks: Sequence[Array],
-    ) -> list[Array]:
-        """Returns the cotangents of all arguments, None where there is none."""
-        full = spread_to(cotangents, self.exist, [None] * self.num_results)
-        return list(self.of.sweep(args, residuals, full, wanted, marks))
-
-    def _pull_back(
-        self, operands: Partial, _: Any, cotangents: Partial, wanted: Sequence[bool]
-    ) -> list[Array]:
-        args, residuals, of_results = self._cut(operands)
-        union = [a or b for a, b in zip(self.wanted, wanted, strict=False)]
-        joint = _Both(self, union)
-        back = joint.pull_back(
-            [*args, *of_results], (), joint.given(self.spread(cotangents)), wanted
-        )
-        nothing = [None] * len(residuals)  # they follow from the arguments, which get it all
-        return [*back[: self.num_args], *nothing, *back[self.num_args :]]
-
-
-class _Both(DifferentiableProgram):
-    """From (x, c) to the reverse of a program, with a place for each argument, and the results."""
-
-    def __init__(self, reverse: _Reverse, wanted: Sequence[bool]):
-        run = self._run if reverse.marks else functools.partial(self._run, ())
-        super().__init__(run, self._pull_back, marks=reverse.marks and self._marks)
-        self.like(reverse)
-        self.reverse = reverse
-        self.wanted = wanted
-
-    def given(self, cotangents: Partial) -> list[Array]:
-        """Cotangents of what comes out, from those of the reverse for all arguments."""
-        return [*cotangents, *([None] * len(self.reverse.exist))]
-
-    def _marks(self, operands: Partial, numbers: Partial) -> Any:
-        count = self.reverse.num_args
-        return self.reverse.marks_at(operands[:count], numbers[count:])
-
-    def _run(self, marks: Sequence[Array], *operands: Array) -> list[Array]:
-        count = self.reverse.num_args
-        args, cotangents = operands[:count], operands[count:]
-        results, residuals = self.reverse.of.run_known(*args)
-        back = self.reverse.swept(args, residuals, cotangents, self.wanted, marks)
+        results: Sequence[Array] = ()
+        if self.with_results:
+            results, residuals = self.of.run_known(*args)
+        of_results = self._of_results(cotangents)
+        back = list(self.of.sweep(args, residuals, of_results, self.wanted, marks))
+        if not self.with_results:
+            self.places = [i for i, x in enumerate(back) if x is not None]
+            return [back[i] for i in self.places]
         nothing = [jnp.zeros_like(x) if has_tangent(x) else x for x in args]
         of_args = [x if c is None else c for x, c in zip(nothing, back, strict=True)]
-        return [*of_args, *(results[i] for i in self.reverse.exist)]
+        return [*of_args, *(results[i] for i in self.exist)]
 
     def _pull_back(
         self, operands: Partial, _: Any, cotangents: Partial, wanted: Sequence[bool]
     ) -> list[Array]:
-        self.reverse.of.refuse()
-        tangents = [
-            c if has_tangent(x) else None for x, c in zip(operands, cotangents, strict=True)
-        ]
-        return spread_tangents(push_forward_through(self, operands, tangents), operands)
+        if self.with_results:
+            self.of.refuse()
+            tangents = [
+                c if has_tangent(x) else None for x, c in zip(operands, cotangents, strict=True)
+            ]
+            return spread_tangents(push_forward_through(self, operands, tangents), operands)
+        args, residuals, of_results = self._cut(operands)
+        union = [a or b for a, b in zip(self.wanted, wanted, strict=False)]
+        given = self._of_results(of_results)
+        joint = _Reverse(self.of, self.num_args, given, union, with_results=True)
+        received = [*self.spread(cotangents), *([None] * len(of_results))]
+        back = joint.pull_back([*args, *of_results], (), received, wanted)
+        nothing = [None] * len(residuals)  # they follow from the arguments, which get it all
+        return [*back[: self.num_args], *nothing, *back[self.num_args :]]
 
 
 def spread_tangents(tangents: Sequence[Array], like: Sequence[Any]) -> list[Array]:
