@@ -32,12 +32,11 @@ import numpy as np
 
 from jedbatch import checks
 from jedbatch._graph.graph import Graph
-from jedbatch._learn.q_learning import Problem, QTable, preferred, q_learn, slot
+from jedbatch._learn.q_learning import Problem, QTable, preferred, q_learn, salts, slot
 from jedbatch._schedule.components import by_rank
 from jedbatch._schedule.encodings import CODES, ENCODINGS, Code, encode
 from jedbatch._schedule.frontier import Frontier
 from jedbatch._schedule.fsm import FALLBACKS, FSM
-from jedbatch._schedule.hashing import salts
 from jedbatch._schedule.heuristics import HEURISTICS
 from jedbatch._schedule.policy import Policy, schedule
 from jedbatch._schedule.schedule import Schedule, cost, lower_bound

@@ -35,13 +35,13 @@ import numpy as np
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.paths import padded
 from jedbatch._schedule.encodings import CODES, ENCODINGS, GAPS, packed
-from jedbatch._schedule.hashing import mixed, salts, slot_of
 from jedbatch._schedule.search import quotient
 from jedbatch._support.progress import progress_bar
 from jedbatch._support.types import Array
 
 NUM_SLOTS = 1 << 13  # rows of the table
 MANY_ANCESTORS = 16  # nearest nodes of the same type looked at to find what could run next
+MULTIPLIER = 2654435769  # 2^32 over the golden ratio: products spread over the upper bits
 NAMES = tuple(ENCODINGS)
 
 # Of the equations above, and how learning goes: episodes at once, and the share of random actions
@@ -185,9 +185,16 @@ def codes(looks: Seen) -> Array:
     return jnp.where(on, jnp.stack([words[name] for name in NAMES]), -1)
 
 
+def salts(num_types: int) -> np.ndarray:
+    """uint32[T], fixed odd numbers to hash with."""
+    return np.random.default_rng(0).integers(1, 1 << 31, num_types).astype(np.uint32) * 2 + 1
+
+
 def slot(code: Array, salt: Array) -> Array:
-    """The row of the table for what is said about each type, int32[..., T]."""
-    return slot_of(mixed(code, salt), NUM_SLOTS)[..., 0]
+    """The row, uint32, of the table for what is said about each type, int32[..., T], hashed."""
+    number = ((code + 1).astype(np.uint32) * salt).sum(-1, dtype=np.uint32, keepdims=True)
+    bits = NUM_SLOTS.bit_length() - 1
+    return ((number * np.uint32(MULTIPLIER)) >> np.uint32(32 - bits))[..., 0]
 
 
 class QTable(NamedTuple):
