@@ -61,25 +61,7 @@ def fits(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) ->
     cut = narrowed(placed, signature)
     if cut is not placed and not is_cut_cheaply(placed.target, placed.cost, cut.cost):
         return False
-    return _has_room(cut, signature)
-
-
-def _has_room(placed: Placement, signature: Signature) -> bool:
-    """Returns whether a program with the kernels of a minibatch has all sizes of its `need`."""
-    for kernel, lanes, widest in zip(placed.kernels, placed.lanes, placed.widest, strict=True):
-        k = signature.places[kernel]
-        if signature.lanes[k] < lanes or signature.widest[k] < widest:
-            return False
-    arenas = zip(placed.arenas, placed.input_counts, placed.outputs, strict=True)
-    for kind, num_inputs, returned in arenas:
-        a = signature.arena_ids.get(kind)
-        if a is None or signature.inputs[a] < num_inputs or signature.outputs[a] < len(returned):
-            return False
-    shared_rows = signature.shared_rows or ()
-    for kind, rows in zip(placed.arenas, placed.shared_rows, strict=False):
-        if shared_rows[signature.arena_ids[kind]] < rows:
-            return False
-    return placed.target.control != "loops" or len(placed.runs) <= signature.num_instructions
+    return signature.capacity.holds(cut.need)
 
 
 def resembles(placed: Placement, signature: Signature, most: float = MAX_OVERSIZE) -> bool:

@@ -46,8 +46,6 @@ RARE_SHARE = 1 / 16  # of the bytes of all lanes, or less: a kernel that few nod
 USUAL_DEVIATION, FEW_INSTANCES = 0.6, 4
 NO_VALUE = int(np.iinfo(np.int64).min)  # among outputs: a row that is returned for nobody
 NOTHING = np.zeros(0, np.int64)
-# What a minibatch has found that does not depend on how wide its chunks are.
-FOR_ANY_WIDTHS = ("lanes", "nodes", "exist", "_numbers", "widths", "_kind", "input_counts")
 CHEAP_LANE_BYTES = 1 << 16  # bytes of lanes that every type may have at least
 CHEAP_INPUTS, CHEAP_INPUT_BYTES = 64, 1 << 12  # rows of inputs of a kind, and no more than that
 
@@ -280,9 +278,7 @@ class Placement:
                     own = trips[batches, : len(kernel.buckets.widths)]
                     trips[batches, : own.shape[1]] = kernel.buckets.narrowed(own, n)
             layout = replace(self.layout, trips=trips)
-            found = self._narrowed[widest] = replace(self, layout=layout)
-            known = {name: self.__dict__[name] for name in FOR_ANY_WIDTHS if name in self.__dict__}
-            found.__dict__.update(known, widest=tuple(map(min, self.widest, widest)))
+            self._narrowed[widest] = replace(self, layout=layout)
         return self._narrowed[widest]
 
     @functools.cached_property
