@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jedbatch._record.instances.arrays import array_type, replace_arrays
-from jedbatch._record.run.symbolic import result_leaf
+from jedbatch._record.run.recorder import result_leaf
 from jedbatch._session.core import Core
 from jedbatch._session.plans.outputs import check_stack
 from jedbatch._session.records.recording import arrays_of

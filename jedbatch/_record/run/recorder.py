@@ -36,10 +36,11 @@ import numpy as np
 from jax.core import Trace, Tracer
 from jax.extend.core import set_current_trace
 
+from jedbatch import checks
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.interpret import has_gradient, returns_nothing
 from jedbatch._jaxpr.numbers import Number, traced_bodies
-from jedbatch._jaxpr.symbolic_dims import as_numbers
+from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers
 from jedbatch._jaxpr.versions import failing_without_trace
 from jedbatch._record.calls.fast_path import (
     DescribedCell,
@@ -61,11 +62,11 @@ from jedbatch._record.identity.mutation import (
 )
 from jedbatch._record.identity.number_operands import CellSpec, with_operands
 from jedbatch._record.identity.primitives import identity_of_array, identity_of_constant
-from jedbatch._record.instances.arrays import array_type, is_array, owned_arrays
+from jedbatch._record.instances.arrays import array_type, is_array, owned_arrays, replace_arrays
 from jedbatch._record.operations.containers import shared_token, tokens_of_containers
 from jedbatch._record.operations.failures import note_operation
 from jedbatch._record.operations.filled_arrays import known_filling
-from jedbatch._record.operations.floats import check_rule, check_rules, refused
+from jedbatch._record.operations.floats import Floating, check_rule, check_rules, refused
 from jedbatch._record.operations.indexing import index_shared, index_value
 from jedbatch._record.operations.inlining import record_inlined
 from jedbatch._record.operations.known_operations import (
@@ -74,7 +75,7 @@ from jedbatch._record.operations.known_operations import (
     record_again,
     way_of,
 )
-from jedbatch._record.operations.sequences import check_elements
+from jedbatch._record.operations.sequences import Elements, Sequenced, check_elements
 from jedbatch._record.operations.stacking import MAKES_STACKS, Stacking
 from jedbatch._record.operations.static_numbers import (
     STATIC,
@@ -83,14 +84,92 @@ from jedbatch._record.operations.static_numbers import (
     with_data,
 )
 from jedbatch._record.operations.symbols import Shared, Symbol, Value, frozen, value_reached
-from jedbatch._record.run.symbolic import output, symbolic
+from jedbatch._record.run.rows import ArrayRows
 from jedbatch._record.types.custom_rules import calling_with_rule, record_custom
 from jedbatch._record.types.registry import CallSpec, Registry
 from jedbatch._record.types.shared_operands import VALUE
+from jedbatch._record.types.tracing import NUMBER_TYPES
 from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import EscapedValueError
 
 MANY_WATCHED = 64  # containers that are kept for other instances
+
+
+def symbolic(
+    recorder: Any,
+    instance: PyTree,
+    arrays: Sequence[Array],
+    types: Any = None,
+    rows: Collection[int] = (),
+) -> PyTree:
+    """The instance with its arrays replaced by symbols; for arguments see
+    `Recorder.begin`.
+    """
+    if not arrays:
+        return instance
+    types = list(map(array_type, arrays)) if types is None else types
+    kind_of = {id(t): recorder.registry.value_type(*t) for t in {id(t): t for t in types}.values()}
+    kinds = [kind_of[id(t)] for t in types]
+    recorder.has_numbers = type(instance) in (Floating, Sequenced)
+    symbols: list[Any]
+    if type(instance) is Floating:
+        symbols = instance.as_symbols(recorder, kinds)
+        sequences, instance = instance.sequences, instance.with_arrays()
+    else:
+        symbols = [recorder.leaf_value(kind, leaf, ()) for leaf, kind in enumerate(kinds)]
+        sequences = {}
+        if type(instance) is Sequenced:
+            sequences, instance = instance.sequences, tuple(instance)
+    for leaf in rows:
+        sequence = sequences.get(id(arrays[leaf]))
+        shape, *kind = types[leaf]
+        row = shape[1:], *kind
+        if sequence and not row[0]:
+            row = array_type(sequence.numbers[0])
+        number = recorder.registry.value_type(*row)
+        values = [recorder.leaf_value(number, leaf, (k,)) for k in range(shape[0])]
+        kind_of_sequence: Any = type(sequence.numbers) if sequence else ArrayRows
+        symbols[leaf] = kind_of_sequence(values)
+    if sequences:
+        recorder.stacking = Stacking(recorder)
+        for leaf, x in enumerate(arrays):
+            if id(x) in sequences and leaf not in rows:
+                given = symbols[leaf], leaf, sequences[id(x)], recorder.stacking.rows
+                symbols[leaf] = Elements(recorder, *given).given
+    return replace_arrays(instance, iter(symbols))
+
+
+def output(recorder: Any, leaf: Leaf) -> tuple[int, tuple]:
+    """(reference, (shape, dtype)) of a leaf of what the function returns."""
+    if type(leaf) is Value and leaf._trace is recorder:
+        return _output_of(recorder, leaf)
+    if type(leaf) is int or type(leaf) is float:
+        return _output_of(recorder, recorder.input(leaf))
+    leaf = result_leaf(read_by_jax(leaf))
+    if isinstance(leaf, Tracer) or recorder.is_weight_reached(leaf):
+        symbol = recorder.symbol(leaf)
+    else:
+        recorder.trust(leaf)
+        symbol = recorder.input(leaf)
+    if isinstance(symbol, Shared):
+        symbol = recorder.shared_value(symbol)
+    return _output_of(recorder, symbol)
+
+
+def _output_of(recorder: Any, symbol: Value) -> tuple[int, tuple]:
+    value_type = recorder.registry.value_types[symbol.type]
+    return symbol.index, (value_type.shape, value_type.dtype)
+
+
+def result_leaf(leaf: Leaf) -> Leaf:
+    """Returns a leaf of what a function returns; raises `TypeError` if it is no array or number."""
+    leaf = as_number(leaf)
+    if not (is_array(leaf) or isinstance(leaf, NUMBER_TYPES)):
+        raise TypeError(
+            f"the function returned {checks.shown(leaf)}; expected an array, a number or a pytree "
+            "of them."
+        )
+    return leaf
 
 
 class Recorder(Trace):
