@@ -68,6 +68,7 @@ ROWS = {
     "reverse scan": lambda p, x: both(*recurrent(p, x, reverse=True)),
     "loop": smoothed,
     "distances": distances,
+    "parts": lambda p, x: x + (x[1:] - x[:-1]).sum(0)[None] * p["v"][None] + x[-1:],
     "transposed": lambda p, x: jnp.cumsum(p["w"] @ x.T, axis=1).T,
 }
 
@@ -154,6 +155,14 @@ def test_no_rows():
     largest = jedbatch.cell(lambda params, x: recurrent(params, x)[0].max(0))
     with pytest.raises(ValueError, match=r"instance \d .* length 0, f32\[0,\d\], .* maximum of"):
         jedbatch.batch(lambda p, tree: largest(p, states(p, tree)))(weights(), instances)
+
+
+@pytest.mark.slow
+def test_instances_with_fewer_rows_than_a_part_takes():
+    """They are told apart by shapes: of no rows there is none of which `x[-1:]` is the last."""
+    states = recursive(ROWS["parts"])
+    fn = lambda params, tree: jnp.sin(states(params, tree)).sum(0)  # noqa: E731
+    check(fn, weights(), trees(2, sites=[0, 2, 9]), rtol=3e-4)
 
 
 def _visited(node, params, tree):
