@@ -150,7 +150,7 @@ def described_types(session: Session, ids: Sequence[int]) -> list[NodeType]:
 
 
 class Sample:
-    """Recorded instances, for which programs are made.
+    """Recorded instances, for which programs are made, also for shorter arrays than they have.
 
     Attributes:
       session: that recorded them.
@@ -164,7 +164,10 @@ class Sample:
         recorded = _recorded(core, shared, instances)
         self.session, self._records = recorded.session, recorded.records
         self._minibatches = cut_evenly(self._records, room)
-        self._ids = graph_of(self._records).present_types
+        for records in self.session.records.padding.shorter(self._records):
+            self._minibatches += cut_evenly(records, room)
+        present = [graph_of(records).present_types for records in self._minibatches]
+        self._ids = sorted(set().union(*present))
         with core.planning:
             self.types = described_types(self.session, self._ids)
             for minibatch in self._minibatches:  # a policy may learn from each

@@ -48,6 +48,11 @@ def capacities(lengths: np.ndarray) -> np.ndarray:
     return np.where((least <= fewer) & (fewer > FINE), fewer, powers)
 
 
+def capacities_up_to(most: int) -> list[int]:
+    """Returns all capacities up to that of so many rows, ascending."""
+    return np.unique(capacities(np.arange(most + 1))).tolist()
+
+
 @dataclass(frozen=True, eq=False)
 class PaddedProgram:
     """The program of a node whose arrays are padded.

@@ -27,7 +27,7 @@ from jedbatch._ragged.padded_graphs import (
     added_arrays,
     padded_graph,
 )
-from jedbatch._ragged.padded_programs import PaddedProgram, capacities
+from jedbatch._ragged.padded_programs import PaddedProgram, capacities, capacities_up_to
 from jedbatch._ragged.regions import RaggedRecord, Regions, some_are_ragged
 from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.types import Array
@@ -121,11 +121,13 @@ class PaddedRecord(RaggedRecord):
 
     Attributes:
       of: the record for all lengths.
+      size: its largest capacity.
       added: the arrays behind those of the instance.
       padded: the ragged results that arrays of the graph are, by position.
     """
 
     of: AnyLengthRecord = None  # type: ignore[assignment]
+    size: int = 0
     added: AddedArrays = None  # type: ignore[assignment]
     padded: dict[int, PaddedPlace] = field(default_factory=dict)
 
@@ -175,6 +177,16 @@ class Padding:
             records[i], arrays[i] = padded, [*arrays[i], *added]
         return records, arrays
 
+    def shorter(self, records: Sequence[Record]) -> list[list[PaddedRecord]]:
+        """Returns padded records once more for each capacity below their largest one."""
+        own = [record for record in records if isinstance(record, PaddedRecord)]
+        most = max((record.size for record in own), default=0)
+        sizes = [size for size in capacities_up_to(most) if size < most]
+        pairs = [(record.of, len(record.of.leaves)) for record in own]
+        return [
+            self._padded([(of, [k] * count, [k] * count) for of, count in pairs]) for k in sizes
+        ]
+
     def _padded(
         self, new: Sequence[tuple[AnyLengthRecord, list[int], list[int]]]
     ) -> list[PaddedRecord]:
@@ -201,6 +213,7 @@ class Padding:
                     record.ragged,
                     record.places,
                     record,
+                    max(sizes),
                     added[k],
                     places,
                 )
