@@ -6,6 +6,8 @@ A data loader can write down a graph once, as arrays, and keep it on disk.
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jax.extend.core import take_current_trace
+
 from jedbatch import checks
 from jedbatch._graph.graph import Graph, checked_graph
 from jedbatch._graph.straight import calls_of
@@ -19,7 +21,8 @@ def evaluate(
 ) -> Sequence[PyTree]:
     """Computes every node of a prepared graph with cells.
 
-    Inside a batched function each node is one call of a cell, functions that are no cells included.
+    Inside a batched function each node is one call of a cell, functions that are no cells included;
+    under a transformation inside of it, such as `jax.grad`, these are called.
 
     Args:
       graph: made by `Graph.from_dag` with `names`, or read by `Graph.load`.
@@ -71,7 +74,9 @@ def evaluate(
             instead,
         )
     functions = {t: cells[graph.types[t].name] for t in graph.present_types}
-    if recording.recorder is not None:
+    with take_current_trace() as current:
+        is_recorded = current is recording.recorder  # not under `jax.grad` inside of the function
+    if is_recorded:
         functions = {t: f if cell_of(f) else cell(f) for t, f in functions.items()}
     inputs = [row for chunk in graph.inputs for row in chunk.rows]  # type: ignore[union-attr]
     values: list[PyTree] = []
