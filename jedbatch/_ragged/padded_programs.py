@@ -4,7 +4,7 @@ Where arrays [n, ...] are the states of a recursion, as the rows [sites, 4] of e
 phylogenetic tree are, an array is padded to one of a few lengths, its *capacity*, and what n is
 comes as an operand if the program reads it:
 
-    x [n, 4]  →  y [n, 4]          becomes          x [48, 4], n  →  y [48, 4]
+    x [n, 4]  →  y [n, 4]          becomes          x [64, 4], n  →  y [64, 4]
 
 Rows beyond the n-th repeat that one, of arrays and of results, so that what is computed of them is
 nothing that is not computed anyway. What takes rows together leaves them out (see
@@ -33,19 +33,15 @@ from jedbatch._ragged.needed_rows import NeededRows, refuse_shrinking
 from jedbatch._support.types import Array, AxisSize
 
 SHORTEST = 8  # capacity of an array
-FINE = 64  # rows from which on there are two capacities between a power of two and the next
 
 
 def capacities(lengths: np.ndarray) -> np.ndarray:
-    """Returns the capacity of arrays of some lengths: 8, 16, 32, 64, 96, 128, 192 rows, and so on.
+    """Returns the capacity of arrays of some lengths: 8, 16, 32, 64, 128 rows, and so on.
 
-    Every capacity is a type of its own for what is done to arrays. Short arrays have few, since
-    their rows cost little; of long ones at most half as many rows again are computed.
+    Every capacity is a type of its own for what is done to arrays. More of them would save rows,
+    and cost batches.
     """
-    least = np.maximum(lengths, SHORTEST)
-    powers = 1 << np.frexp(least - 1)[1].astype(np.int64)
-    fewer = powers * 3 // 4
-    return np.where((least <= fewer) & (fewer > FINE), fewer, powers)
+    return 1 << np.frexp(np.maximum(lengths, SHORTEST) - 1)[1].astype(np.int64)
 
 
 def capacities_up_to(most: int) -> list[int]:

@@ -341,7 +341,7 @@ def test_rows_that_are_joined_end_to_end_are_not_padded():
 def test_capacities_are_few():
     lengths = np.arange(1500)
     found = capacities(lengths)
-    assert found[:66].tolist() == [8] * 9 + [16] * 8 + [32] * 16 + [64] * 32 + [96]
+    assert found[:66].tolist() == [8] * 9 + [16] * 8 + [32] * 16 + [64] * 32 + [128]
     assert (found >= lengths).all()
-    assert (found[64:] < 1.5 * lengths[64:]).all()
-    assert len(np.unique(found)) == 13
+    assert (found[5:] < 2 * lengths[5:]).all()
+    assert len(np.unique(found)) == 9
