@@ -267,17 +267,22 @@ def test_no_rows():
         largest(weights(), instances)
 
 
-@jedbatch.cell
-def meet(params, x, y):
-    """Two arrays of different lengths, and what is known of each to the other."""
+def known_to_each_other(params, x, y):
     return x * jnp.tanh(y).mean(0)[None], y @ params["w"] + x.sum(0)[None]
 
 
+def looked_at(params, x, y):
+    return x + jax.nn.softmax(x @ y.T) @ y, y @ params["w"] + jnp.cumsum(x, 0)[-1:]
+
+
 @pytest.mark.slow
-def test_several_lengths():
+@pytest.mark.parametrize("meet", [known_to_each_other, looked_at])
+def test_arrays_of_different_lengths_meet(meet):
+    meet = jedbatch.cell(meet)
+
     def fn(params, tree):
         x, y = met(meet, params, tree)
-        return x.sum(0) @ params["w"] + y.max(0)
+        return x.sum(0) @ params["w"] + jnp.tanh(y).sum(0) + y.max(0)
 
     batched = check(fn, weights(), pairs(0), rtol=3e-4)
     padded_plan(batched, pairs(0))

@@ -219,23 +219,6 @@ def test_nan_stays_in_its_instance():
     assert_close(bad[others], good[others], 0)
 
 
-@jedbatch.cell
-def meet(params, x, y):
-    """Two arrays of different lengths, one of which looks at the other one."""
-    return x + jax.nn.softmax(x @ y.T) @ y, y @ params["w"] + jnp.cumsum(x, 0)[-1:]
-
-
-@pytest.mark.slow
-def test_several_lengths():
-    def fn(params, tree):
-        x, y = met(meet, params, tree)
-        return x.sum(0) @ params["w"] + jnp.tanh(y).sum(0)
-
-    batched = check(fn, weights(), pairs(0), rtol=3e-4)
-    padded_plan(batched, pairs(0))
-    compiles_nothing_late(batched, pairs)
-
-
 def test_no_rows_of_one_of_two_arrays():
     @jedbatch.cell
     def sums(params, x, y):
