@@ -34,7 +34,7 @@ class ValueType:
         return f"{name}[{','.join(map(str, self.shape))}]{'~' if self.weak else ''}"
 
 
-LENGTH = ValueType((), np.dtype(np.int32))  # of the number of elements of a list
+LENGTH = ValueType((), np.dtype(np.int32))  # of a list, or of an array that is padded
 
 
 def _list(types: tuple[ValueType, ...]) -> str:

@@ -21,10 +21,10 @@ from jax.core import Tracer
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.inputs import InputRows
 from jedbatch._graph.paths import pointers, ranges
-from jedbatch._graph.types import ValueType
+from jedbatch._graph.types import LENGTH, ValueType
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._jaxpr.transfers import fetched
-from jedbatch._ragged.padded_types import LENGTH, padded_kind
+from jedbatch._ragged.padded_types import padded_kind
 from jedbatch._ragged.regions import Regions
 from jedbatch._support.types import Array
 

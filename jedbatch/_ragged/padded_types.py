@@ -10,9 +10,7 @@ such as one for each of six results of a function.
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from jedbatch._graph.types import ValueType, operation_of
+from jedbatch._graph.types import LENGTH, ValueType, operation_of
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.symbolic_dims import is_ragged, shape_at
 from jedbatch._ragged.padded_programs import PaddedProgram, find_padded
@@ -20,7 +18,6 @@ from jedbatch._record.types.registry import Registry
 
 MAX_PROGRAMS = 4  # of ragged values that a type of nodes is part of, before it is padded
 MAX_TOGETHER = 8  # programs of one instance that count as one
-LENGTH = ValueType((), np.dtype(np.int32))
 
 
 class RaggedNodeType(NamedTuple):
