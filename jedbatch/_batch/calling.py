@@ -164,7 +164,9 @@ def run_stepwise(
             with core.reading(session) as reached:
                 with reverse_mode_only(f"the batched `{core.name}`", DECIDES):
                     results = stepwise.run(leaves, arrays, reached)
-                session.note_rounds(arrays, compiled["round"] - before)
+                pairs = zip(stepwise.padded, arrays, strict=True)
+                by_shapes = [own for padded, own in pairs if padded is None]
+                session.note_rounds(by_shapes, compiled["round"] - before)
                 return results
         finally:
             core.last_rounds = Rounds.of(stepwise.rounds, session.forms)

@@ -5,7 +5,7 @@ Instances take turns; each records until it needs a value, and goes on when a ro
 
 import functools
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from jedbatch._control_flow.ahead import Ahead, RanAhead
 from jedbatch._control_flow.depths import Depths
 from jedbatch._control_flow.fibers import Fibers
 from jedbatch._control_flow.moving import Moving
+from jedbatch._control_flow.padded_nodes import PaddedInstance, PaddedNodes
 from jedbatch._control_flow.scripts import Script
 from jedbatch._control_flow.steps import BEFORE, LAST, NOW, Steps
 from jedbatch._control_flow.workspace import Workspace
@@ -27,7 +28,7 @@ from jedbatch._jaxpr.storage import Kind, is_key
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._layout.layout import Layout
 from jedbatch._program.host_arrays import rows_apart, rows_of_inputs
-from jedbatch._program.output_spec import OutputSpec
+from jedbatch._program.output_spec import OutputSpec, PaddedPlace
 from jedbatch._record.cell import pause, recording
 from jedbatch._record.instances.arrays import flatten
 from jedbatch._record.operations.failures import lost_gradient
@@ -42,11 +43,17 @@ from jedbatch.errors import SymbolicValueError, UnfinishedLoopError
 
 
 class InstanceResult(NamedTuple):
-    """The result of an instance; see `_graph.record`."""
+    """The result of an instance; see `_graph.record`.
+
+    Attributes:
+      structure, types, references: of its leaves.
+      padded: the places of those that are padded, by position.
+    """
 
     structure: PyTreeDef
     types: tuple[tuple, ...]
     references: tuple[int, ...]
+    padded: Mapping[int, PaddedPlace]
 
 
 class Attempt:
@@ -66,6 +73,7 @@ class Attempt:
         arrays: Sequence[Sequence[Array]],
         tracers: Sequence[Leaf],
         outside: dict[Hashable, Any],
+        padded: Sequence[PaddedInstance | None],
         moving: tuple | None = None,
         size: int | None = None,
     ):
@@ -77,6 +85,7 @@ class Attempt:
           arrays: of the instances.
           tracers: values of those that were met before.
           outside: values that programs read from outside, by name (see `SharedValue`).
+          padded: the instances of which some arrays are padded; None for each other one.
           moving: what is differentiated (see `Moving`), so that everything is kept that the reverse
             reads; None if nothing is.
           size: of the workspace, which says whose programs it begins with.
@@ -112,6 +121,7 @@ class Attempt:
         self._readable: set[int] = set()  # types of values that Python may read
         self._waited: dict[int, tuple[int, int]] = {}  # how often, and the last round, by instance
         self._results: list[Any] = [None] * len(call.instances)
+        self._padded = PaddedNodes(self.recorder, session.records.regions, padded)
         self._steps = Steps(self.recorder, len(call.instances))
         self._is_same: dict[int, bool] = {}  # whether a fibre's step is like the one before
         self._may_run_ahead = not saving and self.workspace.trial is None
@@ -157,20 +167,47 @@ class Attempt:
         recorder = self.recorder
         recording.recorder = recorder  # to gevent, what is kept per thread is kept per greenlet
         self._script = None
+        self._turn_to(instance)
         self._steps.begin(self._fibers.fiber)
+        own, given = self._padded.own, self._call.instances[instance]
         with set_current_trace(recorder):
-            recorder.turn_to(self._call.instances[instance])
-            mapped = recorder.symbolic(self._call.instances[instance], self._arrays[instance])
-            core = self._call.core
-            result = core.recording.fn(*core.arguments.join(self._shared, mapped))
-            leaves, structure = flatten(result, "the result of the function")
-            outputs_found = [recorder.output(leaf) for leaf in leaves]
-            references = tuple(r for r, _ in outputs_found)
-            types = tuple(t for _, t in outputs_found)
-            self._results[instance] = InstanceResult(structure, types, references)
+            try:
+                mapped = recorder.symbolic(given, self._arrays[instance], own and own.types.types)
+                core = self._call.core
+                result = core.recording.fn(*core.arguments.join(self._shared, mapped))
+                leaves, structure = flatten(result, "the result of the function")
+                outputs_found = [recorder.output(leaf) for leaf in leaves]
+                if own is not None:
+                    own.asked.check()
+                    self._padded.pad()
+            except Exception as error:
+                if own is not None:
+                    self._call.refuse_lengths(own, error)
+                    self._padded.pad()
+                raise
+        if own is not None:
+            self._call.check_lengths(own)
+        references = tuple(r for r, _ in outputs_found)
+        types: tuple[tuple, ...] = tuple(t for _, t in outputs_found)
+        types, padded = (types, {}) if own is None else own.results(types)
+        self._results[instance] = InstanceResult(structure, types, references, padded)
+
+    def _turn_to(self, instance: int) -> None:
+        """Records into an instance from now on."""
+        self.recorder.turn_to(self._call.instances[instance])
+        self._padded.turn_to(instance)
 
     def _read(self, symbol: Symbol) -> np.ndarray:
         """The value of a symbol; the instance that asks waits until there is one."""
+        own = self._padded.own
+        other = recording.recorder is not self.recorder
+        if own is None or other or not isinstance(symbol, Value):
+            return self._value(symbol)
+        self._padded.pad()
+        return own.cut(self._value(symbol), self.recorder.registry.value_types[symbol.type].shape)
+
+    def _value(self, symbol: Symbol) -> np.ndarray:
+        """Does the same for values as they are computed, which may be padded."""
         recorder = self.recorder
         script = self._script
         if script is not None and type(symbol) is Value and recording.recorder is recorder:
@@ -217,13 +254,13 @@ class Attempt:
             if key < 0:
                 known[key] = self._input_value(-1 - key)
             else:
-                instance, fiber = recorder._instance, self._fibers.fiber
+                fiber = self._fibers.fiber
                 self._count_wait()
                 self._script = None
                 if fiber not in self._is_same:
                     self._is_same[fiber] = self._steps.follow(fiber, key)
                 self._fibers.wait(key)
-                recorder.turn_to(instance)
+                self._turn_to(self._fibers.current)
                 self._go_on(fiber)
         return known[key]
 
@@ -231,6 +268,7 @@ class Attempt:
         """Raises `SymbolicValueError` if a value loses its gradient as it leaves JAX, by `what`."""
         if self._moving is None or not has_gradient(symbol.dtype):
             return
+        self._padded.pad()
         if self._moving.has(symbol, self._fibers.current):
             raise SymbolicValueError(lost_gradient(what, symbol.aval))
 
@@ -273,24 +311,28 @@ class Attempt:
     def _together(self, parts: Sequence[Callable[[], Any]]) -> list[Any]:
         """Returns the results of parts of an instance, which wait for values each on its own."""
         recorder = self.recorder
-        instance = recorder._instance
+        instance = self._fibers.current
+        self._padded.pad()
         with take_current_trace() as current:
             trace = current  # the recorder, or a transformation inside of the function
 
         def run(part: Callable[[], Any]) -> Any:
             recording.recorder = recorder
             self._script = None
+            self._turn_to(instance)
             self._steps.begin(self._fibers.fiber)
             with set_current_trace(trace):
-                recorder.turn_to(instance)
-                return part()
+                try:
+                    return part()
+                finally:  # an error of a part may be caught
+                    self._padded.pad()
 
         fiber = self._fibers.fiber
         self._script = None
         try:
             return self._fibers.together([functools.partial(run, part) for part in parts])
         finally:  # the function may catch what a part raised, and go on
-            recorder.turn_to(instance)
+            self._turn_to(instance)
             self._script = None
             self._is_same.pop(fiber, None)
             self._steps.begin(fiber)

@@ -28,12 +28,15 @@ import numpy as np
 from jax.extend.core import set_current_trace
 
 from jedbatch._control_flow.attempt import Attempt, InstanceResult
+from jedbatch._control_flow.padded_nodes import PaddedInstance
 from jedbatch._control_flow.rounds import Stepwise
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.configuration import EAGER
 from jedbatch._jaxpr.storage import from_stored
+from jedbatch._jaxpr.symbolic_dims import noting_questions
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._program.host_arrays import rows_apart
+from jedbatch._ragged.lengths import of_lengths
 from jedbatch._record.cell import pause
 from jedbatch._record.run.trace import begin_recording, ending, trace_of_caller
 from jedbatch._session.core import Core
@@ -110,12 +113,18 @@ class Continuous(Stepwise):
                 with Restored(end), Restored(end), set_current_trace(attempt.recorder):
                     begin_recording(attempt.recorder)
                     try:
-                        attempt.serve(first, take, give, ended)
+                        with noting_questions():
+                            attempt.serve(first, take, give, ended)
                     except (Exception, GuardFailed):
                         pass  # which instance it was, the caller finds out
                     else:
                         attempt.workspace.close()
         return list(self.open.values())
+
+    def refuse_lengths(self, own: PaddedInstance, error: Exception) -> None:
+        """Leaves all who are there to the caller if lengths may be why an instance failed."""
+        if of_lengths(error, own.asked):
+            raise GuardFailed
 
 
 class OpenAttempt(Attempt):
@@ -127,7 +136,9 @@ class OpenAttempt(Attempt):
 
     def __init__(self, call: Continuous, leaves: Sequence[Leaf], outside: dict[Hashable, Any]):
         arrays: list[Sequence[Array]] = []
-        super().__init__(call, leaves, arrays, (), outside, size=-call.room)
+        padded: list[PaddedInstance | None] = []
+        super().__init__(call, leaves, arrays, (), outside, padded, size=-call.room)
+        self._all_padded = padded  # which its nodes have, too
         self.errors: dict[int, Exception] = {}
         self._open_call = call
         self._all_arrays = arrays  # which the workspace has, too
@@ -162,11 +173,14 @@ class OpenAttempt(Attempt):
             self._instances.append(one.instance)
             self._results.append(None)
             self._all_arrays.append(())
+            self._all_padded.append(None)
             try:
-                self._all_arrays[number] = keyed(0, one.instance)[1]
+                every = [keyed(0, one.instance)[1]]
+                (padded,), (arrays,) = self._open_call.pad([one.instance], every)
             except Exception as error:
                 self.errors[number] = error
             else:
+                self._all_arrays[number], self._all_padded[number] = arrays, padded
                 self._fibers.add(functools.partial(self._record, number), number)
 
     def _end(self, ended: Ended) -> None:
@@ -211,6 +225,10 @@ class OpenAttempt(Attempt):
 
     def _result(self, instance: int, computed: dict[int, np.ndarray]) -> Any:
         found: InstanceResult = self._results[instance]
-        pairs = zip(found.types, found.references, strict=True)
-        leaves = [from_stored(computed[r], ValueType(*kind)) for kind, r in pairs]
+        leaves = []
+        for position, (kind, r) in enumerate(zip(found.types, found.references, strict=True)):
+            x = computed[r]
+            if position in found.padded:
+                x = x[tuple(map(slice, found.padded[position].shape))]
+            leaves.append(from_stored(x, ValueType(*kind)))
         return jax.tree.unflatten(found.structure, leaves)

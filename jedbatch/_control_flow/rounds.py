@@ -35,20 +35,23 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 from jax.extend.core import set_current_trace
 
 from jedbatch._control_flow.attempt import Attempt, InstanceResult
+from jedbatch._control_flow.padded_nodes import PaddedInstance, padded_instances
 from jedbatch._jaxpr.configuration import EAGER
+from jedbatch._jaxpr.symbolic_dims import noting_questions
 from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._program.host_arrays import results_from, rows_on_host
 from jedbatch._program.lower import lower
 from jedbatch._program.pullback import EVERYTHING, Pullback, refuse_derivative
 from jedbatch._program.returned import Pieces, split_outputs
+from jedbatch._ragged.lengths import of_lengths
 from jedbatch._record.identity.environment import AccessPath, Reached
 from jedbatch._record.run.recursion import deeply
 from jedbatch._record.run.trace import begin_recording, ending, trace_of_caller
 from jedbatch._session.core import Core
-from jedbatch._session.plans.outputs import Returned
+from jedbatch._session.plans.outputs import Returned, form_of_results
 from jedbatch._session.plans.round import Round
 from jedbatch._session.session import Session
-from jedbatch._support.guards import until_guards_hold
+from jedbatch._support.guards import GuardFailed, until_guards_hold
 from jedbatch._support.restored import Restored
 from jedbatch._support.types import Array, Leaf, PyTree
 from jedbatch.errors import SymbolicValueError
@@ -71,21 +74,26 @@ class Stepwise:
       check: is called before each round, if there is one, and may raise an error to end the call.
       rounds: what ran so far.
       tracers: of an outer transformation, met while recording.
+      padded: the instances that have arrays of any length; None for each other one.
     """
 
     core: Core
     session: Session
-    instances: Sequence[Sequence[PyTree]]
+    instances: Sequence[tuple[PyTree, ...]]
     on_host: bool = False
     check: Callable[[], object] | None = None
     rounds: list[Round] = field(default_factory=list)
     tracers: Sequence[Leaf] = ()
+    padded: Sequence[PaddedInstance | None] = ()
+    _refused: tuple[PaddedInstance, Exception] | None = None
     _names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
     _attempt: Attempt | None = None  # the latest
 
     def results(self, outcomes: Sequence[InstanceResult], references: np.ndarray) -> Returned:
         """(what each arena returns, the form of the result); see `Core.results`."""
-        return self.core.results(outcomes, references, stacked=False if self.on_host else None)
+        padded = [outcome.padded for outcome in outcomes]
+        stacked = self.core.stacks and not self.on_host
+        return form_of_results(self.core.name, outcomes, references, padded, stacked)
 
     def run(
         self, leaves: Sequence[Leaf], arrays: Sequence[Sequence[Array]], reached: Reached
@@ -96,9 +104,47 @@ class Stepwise:
         reads beside may be traced.
         """
         self._names = reached.names
-        return until_guards_hold(
-            lambda: self._run(leaves, arrays, reached.arrays), lambda: len(self.tracers)
+        cache = self.session.records
+
+        def attempt() -> Any:
+            if self._refused is not None:
+                return self._run(leaves, arrays, reached.arrays)
+            self.padded, padded = self.pad(self.instances, arrays)
+            return self._run(leaves, padded, reached.arrays)
+
+        def assumed() -> tuple[Hashable, ...]:
+            return len(self.tracers), self._refused, cache.registry.assumptions.version("lengths")
+
+        results = until_guards_hold(attempt, assumed)
+        if self._refused is not None:  # lengths were the reason
+            (own, error), self._refused = self._refused, None
+            learned = cache.learn(own.types, own.asked, error)
+            if not (learned or cache.lengths.join_equal(own.types, error)):
+                cache.lengths.give_up(error, own.types)
+        return results
+
+    def pad(
+        self, instances: Sequence[tuple], arrays: Sequence[Sequence[Array]]
+    ) -> tuple[list[PaddedInstance | None], list[Sequence[Array]]]:
+        """Returns (see `padded`, the arrays), both of some instances, given their arrays."""
+        found = padded_instances(
+            self.session.records, instances, arrays, self.core.recording.classes
         )
+        return found, [own.pad(x) if own else x for own, x in zip(found, arrays, strict=True)]
+
+    def refuse_lengths(self, own: PaddedInstance, error: Exception) -> None:
+        """Has an instance that raised an error be recorded again, by its shapes in the end."""
+        if not of_lengths(error, own.asked) or not self.session.records.learn(
+            own.types, own.asked, error
+        ):
+            self._refused = own, error
+            self.padded = [None] * len(self.padded)
+        raise GuardFailed
+
+    def check_lengths(self, own: PaddedInstance) -> None:
+        """Raises `GuardFailed` if lengths were compared by which instances are not told apart."""
+        if self.session.records.lengths.relate(own.types, own.asked, None):
+            raise GuardFailed
 
     def _run(
         self, leaves: Sequence[Leaf], arrays: Sequence[Sequence[Array]], reached: Sequence[Leaf]
@@ -207,9 +253,12 @@ class Stepwise:
             outside = self._outside(tracers, reached)
             if moving is not None:
                 moving = *moving[:2], self._outside(*moving[2:])
-            self._attempt = attempt = Attempt(self, leaves, arrays, tracers, outside, moving)
+            self._attempt = attempt = Attempt(
+                self, leaves, arrays, tracers, outside, self.padded, moving
+            )
             end = ending(attempt.recorder)
             with Restored(end), Restored(end), set_current_trace(attempt.recorder):
                 begin_recording(attempt.recorder)
-                begun = attempt.turns()
+                with noting_questions():
+                    begun = attempt.turns()
             return attempt.last(begun)

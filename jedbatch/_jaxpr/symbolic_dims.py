@@ -106,18 +106,18 @@ _asked = _Asked()
 
 
 @contextlib.contextmanager
-def noting_questions() -> Iterator[Callable[[], Questions]]:
-    """Inside, in this thread, questions about lengths are noted in what was begun last."""
+def noting_questions() -> Iterator[None]:
+    """Inside, `note_questions_in` says where questions about lengths are noted in this thread."""
     before = _asked.questions
-
-    def begin() -> Questions:
-        _asked.questions = questions = Questions()
-        return questions
-
     try:
-        yield begin
+        yield
     finally:
         _asked.questions = before
+
+
+def note_questions_in(questions: Questions) -> None:
+    """Has questions be noted there from now on."""
+    _asked.questions = questions
 
 
 @functools.cache

@@ -480,6 +480,13 @@ def _greatest(extent: Any, length: int) -> int | None:
     return length
 
 
+def of_lengths(error: Exception, asked: Questions | None) -> bool:
+    """Returns whether an error is one of lengths, or came after something was asked about one."""
+    if asked is not None and (asked.unequal or asked.few or asked.refused or asked.hashed):
+        return True
+    return isinstance(error, LengthDecisionError | CannotMergeError)
+
+
 def _reason(error: Exception) -> str:
     """Returns why instances cannot be recorded for all lengths at once, in words."""
     if isinstance(error, CannotMergeError | LengthDecisionError):

@@ -27,7 +27,7 @@ from jedbatch._jaxpr.padding.padded_loops import runs_inside
 from jedbatch._jaxpr.padding.padded_rules import Padded
 from jedbatch._jaxpr.padding.singular import makes_others, positioned
 from jedbatch._jaxpr.storage import is_key
-from jedbatch._jaxpr.symbolic_dims import is_ragged, ragged_axes, shape_at, symbols_in
+from jedbatch._jaxpr.symbolic_dims import extent_at, is_ragged, ragged_axes, shape_at, symbols_in
 from jedbatch._jaxpr.versions import Atom, ClosedProgram
 from jedbatch._ragged.needed_rows import NeededRows, refuse_shrinking
 from jedbatch._support.types import Array, AxisSize
@@ -59,7 +59,8 @@ class PaddedProgram:
       symbols: of which its extents are made, in order.
       needed: the rows that instances must have.
       repeats: whether results are given padding anew.
-      makes_more: whether it computes values in padding which may be too large, or zero.
+      guards: whether values are kept out of padding whatever the lengths: they may be too large
+        there, or zero, or an array is shorter than the length, and may be empty.
       positioned: see `_jaxpr.padding.singular`.
     """
 
@@ -68,7 +69,7 @@ class PaddedProgram:
     symbols: tuple[str, ...]
     needed: NeededRows
     repeats: bool
-    makes_more: bool
+    guards: bool
     positioned: frozenset[int]
     _reads: dict[bool, tuple[int, ...]] = field(default_factory=dict)
 
@@ -91,7 +92,7 @@ class PaddedProgram:
         """
         jaxpr = self.closed.jaxpr
         values = {s: lengths.get(s, jnp.int32(0)) for s in self.symbols}
-        guarded = guarded or self.makes_more
+        guarded = guarded or self.guards
         padded = Padded(
             dict.fromkeys(self.symbols, size), values, guarded, positioned=self.positioned
         )
@@ -156,8 +157,9 @@ def find_padded(closed: ClosedProgram, num_shared: int, symbols: Sequence[str]) 
     equations = [eqn for eqn in closed.jaxpr.eqns if used.intersection(eqn.outvars)]
     for eqn in equations:
         mixed_axes(eqn)  # complains of what is not known
-    for v in (*closed.jaxpr.invars[num_shared:], *closed.jaxpr.outvars):
-        reason = why_unpadded(v.aval.shape, v.aval.dtype)
+    values = [v.aval for v in (*closed.jaxpr.invars[num_shared:], *closed.jaxpr.outvars)]
+    for aval in values:
+        reason = why_unpadded(aval.shape, aval.dtype)
         if reason is not None:
             raise CannotMergeError(reason)
     closed = closed.replace(jaxpr=closed.jaxpr.replace(eqns=equations))
@@ -169,7 +171,8 @@ def find_padded(closed: ClosedProgram, num_shared: int, symbols: Sequence[str]) 
         tuple(symbols),
         needed,
         makes_others(equations) or any(map(runs_inside, equations)),
-        any(eqn.primitive.name in MAKE_MORE for eqn in equations),
+        any(eqn.primitive.name in MAKE_MORE for eqn in equations)
+        or any((beyond_length(x.shape[a]) or 0) < 0 for x in values for a in ragged_axes(x.shape)),
         positioned(equations),
     )
     program.reads(False)
@@ -178,8 +181,21 @@ def find_padded(closed: ClosedProgram, num_shared: int, symbols: Sequence[str]) 
 
 def why_unpadded(shape: Sequence[AxisSize], dtype: Any) -> str | None:
     """Returns why arrays are not kept padded between nodes; None if they can be."""
-    extents = [shape[a] for a in ragged_axes(shape)]
-    for extent in extents:
-        if symbols_in(extent) != {str(extent)}:
+    for extent in (shape[a] for a in ragged_axes(shape)):
+        if beyond_length(extent) is None:
             return f"an array of {extent} rows, which is no length of an array"
     return "an array of random keys is ragged" if is_ragged(shape) and is_key(dtype) else None
+
+
+def beyond_length(extent: AxisSize) -> int | None:
+    """Returns how many rows more than the length of an array there are; None of other extents.
+
+    They are 0 of `n`, 1 of `n + 1` and -1 of `n - 1`. What trees join end to end, as `n + m`, has
+    another number of rows for every tree.
+    """
+    symbols = symbols_in(extent)
+    if len(symbols) != 1:
+        return None
+    (symbol,) = symbols
+    few, many = (extent_at(extent, {symbol: n}) - n for n in (SHORTEST, 8 * SHORTEST))
+    return few if few == many else None

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from jax.core import ShapedArray
 
+from jedbatch._graph.record import Record
 from jedbatch._jaxpr.configuration import any_traced, configuration, without_mesh
 from jedbatch._jaxpr.identity import tree_key
 from jedbatch._jaxpr.lane_steps import LaneCounter
@@ -30,7 +31,7 @@ from jedbatch._record.operations.inlining import without_jit
 from jedbatch._schedule.policy import Policy
 from jedbatch._session.options import Options, written
 from jedbatch._session.plans.copies import Batches, Copies, plan_copies
-from jedbatch._session.plans.outputs import InstanceOutput, Returned, form_of_results
+from jedbatch._session.plans.outputs import Returned, form_of_results
 from jedbatch._session.plans.pipeline import make_plan, plan_again, run_plan
 from jedbatch._session.plans.round import Rounds
 from jedbatch._session.records.arguments import Arguments, TypesOfLeaves
@@ -292,14 +293,14 @@ class Core:
 
     def results(
         self,
-        records: Sequence[InstanceOutput],
+        records: Sequence[Record],
         outputs: np.ndarray,
         calls: Sequence[RegionCalls] = (),
         stacked: bool | None = None,
     ) -> Returned:
         """(what each arena returns, the form of the result) from what all instances return."""
         stacked = self.stacks if stacked is None else stacked
-        slices = find_slices(calls, records)  # type: ignore[arg-type]
+        slices = find_slices(calls, records)
         return form_of_results(self.name, records, outputs, slices, stacked)
 
     def run(self, plan: Plan, leaves: list[Leaf], inputs: Mapping[str, object]) -> Any:

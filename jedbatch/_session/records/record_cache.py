@@ -8,6 +8,7 @@ import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
+from jedbatch._jaxpr.symbolic_dims import Questions
 from jedbatch._kernel.target import Target
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.padded_records import Padding
@@ -276,6 +277,26 @@ class RecordCache:
         if self.revision != revision:
             self.forget_records()
             raise GuardFailed
+
+    def learn(
+        self, recorded: RaggedTypes | None, asked: Questions | None, error: Exception
+    ) -> bool:
+        """Returns whether to record again, since lengths are known better now.
+
+        JAX had to know which are equal, that there are rows left, or how many there are at most.
+
+        Args:
+          recorded: the types of the instance that could not be recorded; None if it has no symbols.
+          asked: what was asked about lengths meanwhile.
+          error: why it could not be recorded.
+        """
+        lengths = self.lengths
+        if asked is None:
+            return self.bind()
+        if recorded is not None and lengths.relate(recorded, asked, error):
+            return True
+        lengths.note_limits(asked)
+        return lengths.next_least(asked) or self.bind()
 
     def bind(self) -> bool:
         """Bounds lengths by what shared tables have room for; whether that changes anything."""

@@ -20,14 +20,14 @@ import numpy as np
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.symbolic_dims import (
-    LengthDecisionError,
     Questions,
+    note_questions_in,
     noting_questions,
     user_line_in,
 )
 from jedbatch._ragged.calls import lacks_rows
 from jedbatch._ragged.cutting import cut_graphs
-from jedbatch._ragged.lengths import RaggedTypes, without_lengths
+from jedbatch._ragged.lengths import RaggedTypes, of_lengths, without_lengths
 from jedbatch._ragged.padded_records import with_padded_nodes
 from jedbatch._ragged.regions import RaggedRecord
 from jedbatch._record.identity.concretization import asks_types, noting_calls
@@ -408,20 +408,20 @@ class Recording:
             for number, reason in (attempt.failed or {attempt.number: error}).items():
                 attempt.number = number
                 alone = functools.partial(record, instances.single(number), read=read)
-                asked = attempt.has_asked(reason)
+                own, questions = attempt.given[number], attempt.asked.get(number)
+                asked = of_lengths(reason, questions)
                 if not asked:  # then an error in words may be one of the user's
                     alone()
-                if attempt.relate(reason) or attempt.supposes_more() or cache.bind():
+                if cache.learn(own, questions, reason):
                     break  # which the others may have failed by, too
                 if asked:
                     alone()  # complains if lengths are not the reason
-                given_up = attempt.given[number]
-                if given_up is not None and cache.lengths.join_equal(given_up, reason):
+                if own is not None and cache.lengths.join_equal(own, reason):
                     break
                 if instances.constants and instances.constants[number]:
                     cache.constants.refuse(instances.constants[number])
                     break
-                cache.lengths.give_up(reason, given_up)
+                cache.lengths.give_up(reason, own)
             raise GuardFailed from None
 
     def _record_by_lengths(
@@ -534,11 +534,12 @@ class RaggedRecording:
         """
         cache = self.cache
         revision = cache.revision
-        with noting_questions() as begin:
+        with noting_questions():
 
             def types(i: int) -> Any:
                 self.number = i
-                self.asked[i] = begin()
+                self.asked[i] = asked = Questions()
+                note_questions_in(asked)
                 given = self.given[i]
                 return given and given.types
 
@@ -613,29 +614,6 @@ class RaggedRecording:
             recorded = record(instances)
             return recorded.records(cache.passes), *recorded[2:]
         return record_and_warn(cache, record, instances, padded=True)
-
-    def has_asked(self, error: Exception) -> bool:
-        """Returns whether an error came after JAX or Python had asked about a length."""
-        asked = self.asked.get(self.number)
-        if asked is not None and (asked.unequal or asked.few or asked.refused or asked.hashed):
-            return True
-        return isinstance(error, LengthDecisionError | CannotMergeError)
-
-    def relate(self, error: Exception) -> bool:
-        """Returns whether to record again: the error was that lengths are not known to be equal."""
-        given = self.given[self.number]
-        asked = self.asked.get(self.number)
-        if given is None or asked is None:
-            return False
-        return self.cache.lengths.relate(given, asked, error)
-
-    def supposes_more(self) -> bool:
-        """Returns whether to record again: JAX had to know whether there are rows left."""
-        asked, lengths = self.asked.get(self.number), self.cache.lengths
-        if asked is None:
-            return False
-        lengths.note_limits(asked)
-        return lengths.next_least(asked)
 
     def _compared(self, i: int) -> bool:
         """Returns whether lengths of an instance were compared that it is not yet told apart by."""

@@ -1,0 +1,214 @@
+"""Arrays of any length where Python decides on values.
+
+An instance is recorded with symbols for lengths there, too (see `_ragged.lengths`). But its nodes
+run before its graph is whole, so they are padded as they are recorded and not afterwards (see
+`_ragged.padded_records`): all arrays of an instance to the capacity of the longest one, and
+whenever it waits or is done, nodes on them become nodes of that capacity, which read lengths behind
+their operands:
+
+    recorded    tanh  x                add  y, z                mean  y
+    padded      tanh [n at most 16]    add [n at most 16]       mean [n at most 16]  y, n
+
+What is read of them, and what is returned, is cut to the rows that exist.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from jedbatch._graph.types import LENGTH
+from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
+from jedbatch._jaxpr.storage import Kind
+from jedbatch._jaxpr.symbolic_dims import Questions, is_ragged, note_questions_in, shape_at
+from jedbatch._jaxpr.transfers import fetched
+from jedbatch._program.output_spec import PaddedPlace
+from jedbatch._ragged.lengths import RaggedTypes
+from jedbatch._ragged.padded_graphs import padded_rows
+from jedbatch._ragged.padded_programs import PaddedProgram, capacities
+from jedbatch._ragged.padded_types import PaddedNodeType, padded_kind
+from jedbatch._ragged.regions import Regions
+from jedbatch._record.cell import pause
+from jedbatch._record.instances.key import ClassesMet
+from jedbatch._record.run.recorder import Recorder
+from jedbatch._session.records.record_cache import RecordCache
+from jedbatch._session.records.recording import keyed
+from jedbatch._support.types import Array
+
+
+class PaddedInstance:
+    """An instance of which some arrays are padded.
+
+    Attributes:
+      types: of its arrays, with symbols for lengths.
+      lengths: the value of each symbol.
+      size: the capacity of the arrays.
+      asked: what is asked about lengths while it is recorded.
+      inputs: the symbols whose values nodes read, each with the input that it is.
+    """
+
+    def __init__(self, types: RaggedTypes):
+        self.types = types
+        self.lengths = {s: types.lengths[leaves[0]] for s, leaves in types.symbols.items()}
+        self.size = int(capacities(np.array(list(self.lengths.values()))).max())
+        self.asked = Questions()
+        self.inputs: dict[str, int] = {}
+
+    def pad(self, arrays: Sequence[Array]) -> list[Array]:
+        """Returns the arrays of the instance, padded."""
+        padded = list(arrays)
+        for leaf in itertools.chain.from_iterable(self.types.symbols.values()):
+            x = padded[leaf] if isinstance(padded[leaf], Tracer) else fetched(padded[leaf])
+            padded[leaf] = padded_rows(x, (self.size, *x.shape[1:]))
+        return padded
+
+    def cut(self, value: np.ndarray, shape: Sequence[Any]) -> np.ndarray:
+        """Returns the rows that exist of a value whose shape has symbols."""
+        return value[tuple(map(slice, shape_at(shape, self.lengths)))]
+
+    def results(self, types: Sequence[Kind]) -> tuple[tuple[Kind, ...], dict[int, PaddedPlace]]:
+        """Returns the types of results, and by position the places of those that are padded."""
+        kinds, places = [], {}
+        sizes = dict.fromkeys(self.lengths, self.size)
+        for position, (shape, dtype) in enumerate(types):
+            if is_ragged(shape):
+                padded, shape = shape_at(shape, sizes), shape_at(shape, self.lengths)
+                places[position] = PaddedPlace(0, (padded, dtype), shape)
+            kinds.append((shape, dtype))
+        return tuple(kinds), places
+
+
+def padded_instances(
+    cache: RecordCache,
+    instances: Sequence[tuple],
+    arrays: Sequence[Sequence[Array]],
+    classes: ClassesMet,
+) -> list[PaddedInstance | None]:
+    """Returns the instances of which some arrays are to be padded; None for each other one.
+
+    Empty arrays are not: with symbols for lengths JAX supposes that there are rows.
+
+    Args:
+      cache: what is known of lengths.
+      instances: the mapped arguments of each.
+      arrays: of each.
+      classes: as of `keyed`.
+
+    Raises:
+      GuardFailed: there is another bound of lengths from now on.
+    """
+    if not any(x.ndim for own in arrays for x in own):
+        return [None] * len(instances)
+    keys = [keyed(i, instance, classes)[0] for i, instance in enumerate(instances)]
+    found = [types and PaddedInstance(types) for types in cache.look(keys, arrays)]
+    return [own if own and all(own.lengths.values()) else None for own in found]
+
+
+class PaddedNodes:
+    """What instances record, padded.
+
+    Attributes:
+      instances: each as it is padded; None for one without arrays of any length.
+      own: the one whose turn it is.
+    """
+
+    def __init__(
+        self, recorder: Recorder, regions: Regions, instances: Sequence[PaddedInstance | None]
+    ):
+        self.instances = instances
+        self.own: PaddedInstance | None = None
+        self._recorder, self._regions = recorder, regions
+        self._ends = self._sizes()  # of what need not be looked at
+        self._groups: dict[tuple[int, int], int] = {}
+
+    def turn_to(self, number: int) -> None:
+        """Notes whose turn it is."""
+        own = self.instances[number]
+        if own is not self.own:
+            self.own, self._ends = own, self._sizes()
+        if own is not None:
+            note_questions_in(own.asked)
+
+    def pad(self) -> None:
+        """Pads what the instance whose turn it is has recorded since this was called last.
+
+        Raises:
+          CannotMergeError: a node of it cannot run padded.
+        """
+        if self.own is None:
+            return
+        self._pad_nodes(self.own, *self._ends[:2])
+        self._pad_inputs(self.own, self._ends[2])
+        self._ends = self._sizes()
+
+    def _sizes(self) -> tuple[int, int, int]:
+        recorder = self._recorder
+        return len(recorder.call_specs), len(recorder.references), len(recorder.input_group)
+
+    def _pad_nodes(self, own: PaddedInstance, first: int, first_reference: int) -> None:
+        """Has nodes from a first one on be padded, and read lengths."""
+        recorder, regions = self._recorder, self._regions
+        types = recorder.call_specs[first:]
+        if not any(map(regions.is_ragged, types)):
+            return
+        arity = recorder.registry.arity[types].tolist()
+        recorded = iter(recorder.references[first_reference:])
+        written: list[int] = []
+        for place, (type_id, count) in enumerate(zip(types, arity, strict=True), first):
+            read = list(itertools.islice(recorded, count))
+            written += read
+            if regions.is_ragged(type_id):
+                limit = regions.limit(type_id)
+                if limit is not None and read[limit] >= 0:
+                    raise CannotMergeError("a loop counts to a length or another computed number")
+                padded, symbols = self._padded_type(own, type_id)
+                recorder.call_specs[place] = padded.id
+                written += [self._length(own, symbols[k]) for k in padded.lengths]
+        del recorder.references[first_reference:]
+        recorder.references += written
+
+    def _padded_type(
+        self, own: PaddedInstance, type_id: int
+    ) -> tuple[PaddedNodeType, tuple[str, ...]]:
+        """Returns (the type in the place of a ragged one, its symbols)."""
+        regions = self._regions
+        ragged = regions.ragged_type(type_id)
+        with pause():
+            program = regions.padded.program(ragged)
+            if not isinstance(program, PaddedProgram):
+                raise CannotMergeError(program)
+            if not program.needed.lacks_nothing:
+                names = zip(program.symbols, ragged.symbols, strict=True)
+                lengths = {s: np.array([own.lengths[name]]) for s, name in names}
+                program.needed.refuse_lacking(lengths, [0], [()])
+            return regions.padded.padded(ragged, own.size, guarded=False), ragged.symbols
+
+    def _length(self, own: PaddedInstance, symbol: str) -> int:
+        """Returns the input that is the value of a symbol."""
+        if symbol not in own.inputs:
+            registry = self._recorder.registry
+            (kind,) = registry.kinds_of([LENGTH])
+            group = registry.group("value", kind)
+            own.inputs[symbol] = self._recorder.new_input(group, own.lengths[symbol])
+        return own.inputs[symbol]
+
+    def _pad_inputs(self, own: PaddedInstance, first: int) -> None:
+        """Has arrays among the inputs from a first one on be padded."""
+        groups = self._recorder.input_group
+        for place, group in enumerate(groups[first:], first):
+            padded = self._groups.get((group, own.size))
+            if padded is None:
+                padded = self._groups[group, own.size] = self._padded_group(own, group)
+            if padded != group:
+                groups[place] = padded
+
+    def _padded_group(self, own: PaddedInstance, group: int) -> int:
+        registry = self._recorder.registry
+        how, kind, *where = registry.groups[group]
+        value_type = registry.value_types[kind]
+        if not is_ragged(value_type.shape):
+            return group
+        padded = padded_kind(value_type, dict.fromkeys(own.lengths, own.size))
+        return registry.group(how, *registry.kinds_of([padded]), *where)
