@@ -52,8 +52,8 @@ class PaddedInstance:
     def __init__(self, types: RaggedTypes):
         self.types = types
         self.lengths = {s: types.lengths[leaves[0]] for s, leaves in types.symbols.items()}
+        self.asked = Questions(self.lengths)  # which Python may know: it runs for this one alone
         self.size = int(capacities(np.array(list(self.lengths.values()))).max())
-        self.asked = Questions()
         self.inputs: dict[str, int] = {}
 
     def pad(self, arrays: Sequence[Array]) -> list[Array]:
@@ -129,6 +129,7 @@ class PaddedNodes:
         if own is not self.own:
             self.own, self._ends = own, self._sizes()
         if own is not None:
+            own.asked.trace = self._recorder
             note_questions_in(own.asked)
 
     def pad(self) -> None:

@@ -36,14 +36,14 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.export import is_symbolic_dim, symbolic_shape
-from jax.extend.core import set_current_trace
+from jax.extend.core import set_current_trace, take_current_trace
 
 from jedbatch._jaxpr.versions import is_program, without_consts
 from jedbatch._support.frames import HOLDS_FOR_ALL_LENGTHS, is_private
@@ -78,7 +78,12 @@ class LengthNeededError(LengthDecisionError, TypeError):
 class Questions:
     """The questions about lengths that are asked while an instance is recorded.
 
+    Where an instance is recorded for itself alone, lengths are known and Python may decide on them.
+
     Attributes:
+      lengths: the value of each symbol, if they are known.
+      trace: where Python may know them; elsewhere, what it decides would hold for other instances.
+      answered: whether Python has been told a length.
       refused: what Python has decided on, in words. The function may have caught the errors.
       unequal: pairs of symbols that JAX was not told to be the same where it compared them.
       few: extents of which JAX asked whether they are 1 at least, as of `n - 1` or `16 - n`.
@@ -86,7 +91,9 @@ class Questions:
         turn out to have been called there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lengths: Mapping[str, int] | None = None, trace: Any = None) -> None:
+        self.lengths, self.trace = lengths, trace
+        self.answered = False
         self.refused: list[str] = []
         self.unequal: list[tuple[str, str]] = []
         self.few: list[Any] = []
@@ -103,6 +110,19 @@ class _Asked(threading.local):
 
 
 _asked = _Asked()
+
+
+def length_known(extent: Any) -> int | None:
+    """Returns the value of an extent where Python may know it; None elsewhere."""
+    questions = _asked.questions
+    if questions is None or questions.lengths is None:
+        return None
+    with take_current_trace() as current:
+        trace = current
+    if trace is not questions.trace:
+        return None
+    questions.answered = True
+    return int(extent_at(extent, questions.lengths))
 
 
 @contextlib.contextmanager
@@ -189,7 +209,7 @@ def _asker(frame: FrameType) -> tuple[Any, str]:
     return frame, role
 
 
-def refuse_decision(what: str, frame: FrameType, error: type = LengthDecisionError) -> None:
+def refuse_decision(what: str, frame: FrameType, error: type = LengthDecisionError) -> NoReturn:
     """Raises an error of what Python does with the length of an array."""
     reason = f"Python {what} at {frame.f_code.co_filename}:{frame.f_lineno}"
     if _asked.questions is not None:
@@ -197,7 +217,7 @@ def refuse_decision(what: str, frame: FrameType, error: type = LengthDecisionErr
     raise error(reason)
 
 
-def refuse_iteration() -> None:
+def refuse_iteration() -> NoReturn:
     """Raises an error of a loop over the rows of an array of unknown length, which calls this."""
     refuse_decision("loops over the rows of an array", sys._getframe(2), LengthNeededError)
 
@@ -213,8 +233,11 @@ def refuse_writing() -> None:
             refuse_decision("writes a number", frame)
 
 
-def _ask(a: object, b: object, frame: FrameType) -> None:
-    """Raises an error unless it is JAX that compares, in a way that holds for all lengths."""
+def _ask(a: object, b: object, compare: Callable, frame: FrameType) -> bool | None:
+    """Returns the answer if Python compares and may know lengths, None if it is JAX that asks.
+
+    Raises an error unless that holds for all lengths.
+    """
     frame, role = _asker(frame)
     if role in OURS and isinstance(b, Base):
         name = frame.f_code.co_qualname
@@ -228,8 +251,12 @@ def _ask(a: object, b: object, frame: FrameType) -> None:
                 frame = frame.f_back
             refuse_decision("compares arrays of different lengths", frame)
     if role in OURS:
-        return
-    refuse_decision("decides on the length of an array", frame)
+        return None
+    number = length_known(a)
+    if number is None:
+        refuse_decision("decides on the length of an array", frame)
+    other = length_known(b) if isinstance(b, Base) else b
+    return getattr(operator, compare.__name__)(number, other)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -260,12 +287,15 @@ def _deciding(compare: Callable, unsound: Callable[[bool], bool]) -> Callable:
             if asks_for_none and FUNCTIONS.match(sys._getframe(1).f_globals["__name__"]):
                 Base.__ge__(self, 1)  # raises an error unless it is known
         except Exception:  # of JAX, that it cannot know; the function may catch it
-            _ask(self, other, sys._getframe(1))
+            found = _ask(self, other, compare, sys._getframe(1))
+            if found is not None:
+                return found
             if type(other) is int:
                 _note_few(self - other + (compare in (Base.__ge__, Base.__lt__)))
             raise
         if unsound(answer) and not (symmetric and _known_to_differ(self, other)):
-            _ask(self, other, sys._getframe(1))
+            found = _ask(self, other, compare, sys._getframe(1))
+            return answer if found is None else found
         return answer
 
     return method
@@ -285,7 +315,10 @@ def _writing(write: Callable) -> Callable:
         if _asked.questions is not None:
             frame, role = _asker(sys._getframe(1))
             if role not in OURS:
-                refuse_decision("writes the length of an array", frame)
+                number = length_known(self) if isinstance(self, Base) else None
+                if number is None:
+                    refuse_decision("writes the length of an array", frame)
+                return write(number, *args, **kwargs)
         return write(self, *args, **kwargs)
 
     return method
@@ -378,20 +411,28 @@ class Extent(Base):
     __divmod__ = _calculating(Base.__divmod__)
     __rdivmod__ = _calculating(Base.__rdivmod__)
 
-    __str__ = _writing(Base.__str__)
-    __repr__ = _writing(Base.__str__)
-    __format__ = _writing(lambda self, spec: format(Base.__str__(self), spec))
+    __str__ = _writing(lambda self: str(_text(self)))
+    __repr__ = _writing(lambda self: str(_text(self)))
+    __format__ = _writing(lambda self, spec: format(_text(self), spec))
 
     def __bool__(self) -> bool:
         frame, role = _asker(sys._getframe(1))
         if role not in OURS:
-            refuse_decision("decides on the length of an array", frame)
+            number = length_known(self)
+            if number is None:
+                refuse_decision("decides on the length of an array", frame)
+            return bool(number)
         return True
 
     def __index__(self) -> int:
         frame, role = _asker(sys._getframe(1))
         if role not in OURS:
-            refuse_decision("needs the length of an array as a number", frame, LengthNeededError)
+            number = length_known(self)
+            if number is None:
+                refuse_decision(
+                    "needs the length of an array as a number", frame, LengthNeededError
+                )
+            return number
         raise TypeError("the length of an array is not known while this is traced")
 
     __int__ = __index__
@@ -401,6 +442,11 @@ class Extent(Base):
         if questions is not None:
             _note_hash(questions, sys._getframe(1))
         return Base.__hash__(self)
+
+
+def _text(extent: Any) -> Any:
+    """Returns an extent as JAX writes it; a number as it is."""
+    return Base.__str__(extent) if isinstance(extent, Base) else extent
 
 
 EXTENTS = frozenset({Base, Extent})  # the types of extents

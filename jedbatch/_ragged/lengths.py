@@ -482,7 +482,9 @@ def _greatest(extent: Any, length: int) -> int | None:
 
 def of_lengths(error: Exception, asked: Questions | None) -> bool:
     """Returns whether an error is one of lengths, or came after something was asked about one."""
-    if asked is not None and (asked.unequal or asked.few or asked.refused or asked.hashed):
+    if asked is not None and (
+        asked.unequal or asked.few or asked.refused or asked.hashed or asked.answered
+    ):
         return True
     return isinstance(error, LengthDecisionError | CannotMergeError)
 

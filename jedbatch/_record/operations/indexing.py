@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jedbatch._jaxpr.symbolic_dims import is_ragged
+from jedbatch._jaxpr.symbolic_dims import is_ragged, length_known
 from jedbatch._record.identity.arithmetic import read_by_jax
 from jedbatch._record.identity.primitives import identity_of_constant
 from jedbatch._record.operations.known_operations import (
@@ -37,9 +37,12 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     item = recorder.with_constants(item)
     leaf = recorder.leaves.get(value.index) if recorder.active else None
     number = isinstance(item, WHOLE) and not isinstance(item, bool)
-    if leaf is None or not is_static(item) or is_ragged(value.shape):
-        if recorder.active and value.shape and not is_ragged(value.shape):
-            part = BasicIndex.of(value.shape, item)
+    shape = value.shape
+    if is_ragged(shape) and number:  # whose place among so many rows may be known
+        shape = (length_known(shape[0]) or shape[0], *shape[1:])
+    if leaf is None or not is_static(item) or is_ragged(shape):
+        if recorder.active and shape and not is_ragged(shape):
+            part = BasicIndex.of(shape, item)
             if part is not None and _differs(recorder, value, part):
                 starts = [recorder.input(start) for start in part.starts]
                 return recorder.node(PICK, (PICK, part.form), part.take, (), [value, *starts])
@@ -48,12 +51,12 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
             return of_tracer(item)
         return operate(recorder, ("item", frozen(item)), lambda _: of_tracer(item), value)
     if number:
-        if not value.shape:
+        if not shape:
             raise IndexError("an array with no dimensions cannot be indexed")
-        item = row_index(item, value.shape[0])
-        shape = value.shape[1:]
+        item = row_index(item, shape[0])
+        shape = shape[1:]
     else:
-        shape = np.broadcast_to(np.False_, value.shape)[item].shape
+        shape = np.broadcast_to(np.False_, shape)[item].shape
     kind = recorder.registry.value_type(shape, value.dtype, value.aval.weak_type)
     return recorder.leaf_value(kind, leaf[0], (*leaf[1], item))
 

@@ -14,7 +14,13 @@ from jax.core import Tracer
 from jedbatch._graph.operations import CallSpec
 from jedbatch._jaxpr.interpret import has_gradient
 from jedbatch._jaxpr.numbers import Number
-from jedbatch._jaxpr.symbolic_dims import asks_for_type, is_ragged, refuse_iteration, refuse_writing
+from jedbatch._jaxpr.symbolic_dims import (
+    asks_for_type,
+    is_ragged,
+    length_known,
+    refuse_iteration,
+    refuse_writing,
+)
 from jedbatch._jaxpr.versions import traced_number
 from jedbatch._record.cell import pause
 from jedbatch._record.operations.failures import note_operation
@@ -243,9 +249,11 @@ class Value(Symbol):
     def __iter__(self):
         if not self.shape:
             raise TypeError("a symbolic array with no dimensions cannot be iterated over")
-        if is_ragged(self.shape[:1]):
-            refuse_iteration()
-        return (self[i] for i in range(self.shape[0]))
+        count = self.shape[0]
+        if is_ragged((count,)):
+            known = length_known(count)
+            count = refuse_iteration() if known is None else known
+        return (self[i] for i in range(count))
 
 
 class Shared(Symbol):
