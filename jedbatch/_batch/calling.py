@@ -165,7 +165,7 @@ def run_stepwise(
                 with reverse_mode_only(f"the batched `{core.name}`", DECIDES):
                     results = stepwise.run(leaves, arrays, reached)
                 pairs = zip(stepwise.padded, arrays, strict=True)
-                by_shapes = [own for padded, own in pairs if padded is None]
+                by_shapes = [x for own, x in pairs if own is None or not own.lengths]
                 session.note_rounds(by_shapes, compiled["round"] - before)
                 return results
         finally:

@@ -121,7 +121,7 @@ class Attempt:
         self._readable: set[int] = set()  # types of values that Python may read
         self._waited: dict[int, tuple[int, int]] = {}  # how often, and the last round, by instance
         self._results: list[Any] = [None] * len(call.instances)
-        self._padded = PaddedNodes(self.recorder, session.records.regions, padded)
+        self._padded = PaddedNodes(self.recorder, session.records, padded)
         self._steps = Steps(self.recorder, len(call.instances))
         self._is_same: dict[int, bool] = {}  # whether a fibre's step is like the one before
         self._may_run_ahead = not saving and self.workspace.trial is None
@@ -138,6 +138,7 @@ class Attempt:
         recorder, fibers = self.recorder, self._fibers
         self._shared = recorder.share()
         recorder.begin(None, ())
+        self._padded.begin()
         try:
             for i in range(len(self._results)):
                 fibers.add(functools.partial(self._record, i), i)
@@ -151,6 +152,9 @@ class Attempt:
                     self._note_ahead(self._ran)
                 if not fibers.waiting:
                     return begun
+                if not self._call.rounds and self._padded.look():
+                    self._call.num_begun += 1
+                    raise GuardFailed
                 if self._call.check is not None:
                     self._call.check()
                 self._round(begun)
@@ -169,10 +173,12 @@ class Attempt:
         self._script = None
         self._turn_to(instance)
         self._steps.begin(self._fibers.fiber)
+        recorder.registry.shared_operands.num_instances += 1
         own, given = self._padded.own, self._call.instances[instance]
         with set_current_trace(recorder):
             try:
-                mapped = recorder.symbolic(given, self._arrays[instance], own and own.types.types)
+                types = own and own.types and own.types.types
+                mapped = recorder.symbolic(given, self._arrays[instance], types)
                 core = self._call.core
                 result = core.recording.fn(*core.arguments.join(self._shared, mapped))
                 leaves, structure = flatten(result, "the result of the function")
@@ -181,16 +187,16 @@ class Attempt:
                     own.asked.check()
                     self._padded.pad()
             except Exception as error:
-                if own is not None:
+                if own is not None and own.lengths:
                     self._call.refuse_lengths(own, error)
                     self._padded.pad()
                 raise
         if own is not None:
             self._call.check_lengths(own)
         references = tuple(r for r, _ in outputs_found)
-        types: tuple[tuple, ...] = tuple(t for _, t in outputs_found)
-        types, padded = (types, {}) if own is None else own.results(types)
-        self._results[instance] = InstanceResult(structure, types, references, padded)
+        kinds: tuple[tuple, ...] = tuple(t for _, t in outputs_found)
+        kinds, padded = (kinds, {}) if own is None else own.results(kinds)
+        self._results[instance] = InstanceResult(structure, kinds, references, padded)
 
     def _turn_to(self, instance: int) -> None:
         """Records into an instance from now on."""

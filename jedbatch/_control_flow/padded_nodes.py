@@ -13,15 +13,15 @@ What is read of them, and what is returned, is cut to the rows that exist.
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._graph.types import LENGTH
+from jedbatch._graph.types import LENGTH, ValueType
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
-from jedbatch._jaxpr.storage import Kind
+from jedbatch._jaxpr.storage import Kind, is_key
 from jedbatch._jaxpr.symbolic_dims import Questions, is_ragged, note_questions_in, shape_at
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._program.output_spec import PaddedPlace
@@ -29,9 +29,11 @@ from jedbatch._ragged.lengths import RaggedTypes
 from jedbatch._ragged.padded_graphs import padded_rows
 from jedbatch._ragged.padded_programs import PaddedProgram, capacities
 from jedbatch._ragged.padded_types import PaddedNodeType, padded_kind
-from jedbatch._ragged.regions import Regions
 from jedbatch._record.cell import pause
+from jedbatch._record.instances.arrays import array_type
 from jedbatch._record.instances.key import ClassesMet
+from jedbatch._record.operations.symbols import Value
+from jedbatch._record.run.constants import OTHER_LENGTHS
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._session.records.record_cache import RecordCache
 from jedbatch._session.records.recording import keyed
@@ -42,24 +44,31 @@ class PaddedInstance:
     """An instance of which some arrays are padded.
 
     Attributes:
-      types: of its arrays, with symbols for lengths.
+      types: of its arrays, with symbols for lengths; None if none of them is padded.
       lengths: the value of each symbol.
-      size: the capacity of the arrays.
+      sizes: the capacity for each.
       asked: what is asked about lengths while it is recorded.
       inputs: the symbols whose values nodes read, each with the input that it is.
+      constants: by their identity the arrays that the function makes, or the symbols for them.
+      made: the arrays, by the same.
     """
 
-    def __init__(self, types: RaggedTypes):
+    def __init__(self, types: RaggedTypes | None):
         self.types = types
-        self.lengths = {s: types.lengths[leaves[0]] for s, leaves in types.symbols.items()}
+        symbols = {} if types is None else types.symbols
+        self.lengths = {s: types.lengths[leaves[0]] for s, leaves in symbols.items()}  # type: ignore[union-attr]
+        self.size = max(map(capacity, self.lengths.values()), default=0)
+        self.sizes = dict.fromkeys(self.lengths, self.size)
         self.asked = Questions(self.lengths)  # which Python may know: it runs for this one alone
-        self.size = int(capacities(np.array(list(self.lengths.values()))).max())
         self.inputs: dict[str, int] = {}
+        self.constants: dict[Hashable, Any] = {}
+        self.made: dict[Hashable, Array] = {}
 
     def pad(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns the arrays of the instance, padded."""
         padded = list(arrays)
-        for leaf in itertools.chain.from_iterable(self.types.symbols.values()):
+        symbols = {} if self.types is None else self.types.symbols
+        for leaf in itertools.chain.from_iterable(symbols.values()):
             x = padded[leaf] if isinstance(padded[leaf], Tracer) else fetched(padded[leaf])
             padded[leaf] = padded_rows(x, (self.size, *x.shape[1:]))
         return padded
@@ -71,13 +80,17 @@ class PaddedInstance:
     def results(self, types: Sequence[Kind]) -> tuple[tuple[Kind, ...], dict[int, PaddedPlace]]:
         """Returns the types of results, and by position the places of those that are padded."""
         kinds, places = [], {}
-        sizes = dict.fromkeys(self.lengths, self.size)
         for position, (shape, dtype) in enumerate(types):
             if is_ragged(shape):
-                padded, shape = shape_at(shape, sizes), shape_at(shape, self.lengths)
+                padded, shape = shape_at(shape, self.sizes), shape_at(shape, self.lengths)
                 places[position] = PaddedPlace(0, (padded, dtype), shape)
             kinds.append((shape, dtype))
         return tuple(kinds), places
+
+
+def capacity(length: int) -> int:
+    """Returns the capacity of an array of some length."""
+    return int(capacities(np.array(length)))
 
 
 def padded_instances(
@@ -99,11 +112,24 @@ def padded_instances(
     Raises:
       GuardFailed: there is another bound of lengths from now on.
     """
-    if not any(x.ndim for own in arrays for x in own):
-        return [None] * len(instances)
-    keys = [keyed(i, instance, classes)[0] for i, instance in enumerate(instances)]
-    found = [types and PaddedInstance(types) for types in cache.look(keys, arrays)]
-    return [own if own and all(own.lengths.values()) else None for own in found]
+    types: list[RaggedTypes | None] = [None] * len(instances)
+    if any(x.ndim for own in arrays for x in own):
+        keys = [keyed(i, instance, classes)[0] for i, instance in enumerate(instances)]
+        types = cache.look(keys, arrays)
+    if cache.constants.are_looked_for is None and _has_many_lengths(cache):
+        cache.constants.begin()
+    has_constants = bool(cache.constants.are_looked_for) and not cache.lengths.off
+    found: list[PaddedInstance | None] = []
+    for own in types:
+        if own is not None and any(own.lengths[i] == 0 for x in own.symbols.values() for i in x):
+            own = None
+        found.append(PaddedInstance(own) if own is not None or has_constants else None)
+    return found
+
+
+def _has_many_lengths(cache: RecordCache) -> bool:
+    """Returns whether constants of instances have so many lengths that they are looked for."""
+    return cache.registry.most_lengths >= OTHER_LENGTHS
 
 
 class PaddedNodes:
@@ -115,13 +141,67 @@ class PaddedNodes:
     """
 
     def __init__(
-        self, recorder: Recorder, regions: Regions, instances: Sequence[PaddedInstance | None]
+        self, recorder: Recorder, cache: RecordCache, instances: Sequence[PaddedInstance | None]
     ):
         self.instances = instances
         self.own: PaddedInstance | None = None
-        self._recorder, self._regions = recorder, regions
+        self._recorder, self._cache, self._regions = recorder, cache, cache.regions
         self._ends = self._sizes()  # of what need not be looked at
-        self._groups: dict[tuple[int, int], int] = {}
+        self._groups: dict[tuple[Hashable, ...], int] = {}
+
+    def begin(self) -> None:
+        """Has constants of instances be arrays of any length, if they are looked for."""
+        if self._cache.constants.are_looked_for:
+            self._recorder.have_constants(self)
+
+    def look(self) -> bool:
+        """Returns whether to record again, with constants that have been found to have any length.
+
+        It is called before anything is computed.
+        """
+        constants, every = self._cache.constants, [own for own in self.instances if own]
+        if constants.are_looked_for is None and _has_many_lengths(self._cache):
+            constants.begin()
+            return True
+        if not constants.are_looked_for:
+            return False
+        constants.of_any_length([list(own.made.values()) for own in every])
+        return any(
+            own.constants[key] is x and constants.has_any_length(x)
+            for own in every
+            for key, x in own.made.items()
+        )
+
+    def get(self, key: Hashable, x: Array) -> Any:
+        """Returns the symbol for a constant of the instance whose turn it is, or it as it is."""
+        own = self.own
+        if own is None or not np.ndim(x):
+            return x
+        if key not in own.constants:
+            own.made[key] = x
+            value = self._constant(own, x)
+            own.constants[key] = x if value is None else value
+        return own.constants[key]
+
+    def _constant(self, own: PaddedInstance, x: Array) -> Value | None:
+        """Returns the symbol for a constant; None if it is none of any length."""
+        recorder, cache = self._recorder, self._cache
+        registry, count = recorder.registry, x.shape[0]
+        if not count or id(x) in registry.things_reached or not cache.constants.has_any_length(x):
+            return None
+        shape, dtype, weak = array_type(x)
+        names = list(own.lengths)  # in the order of their numbers
+        number = next((k for k, s in enumerate(names) if own.lengths[s] == count), len(names))
+        kind = cache.lengths.type_of(number, count, (shape[1:], dtype, weak))
+        if kind is None or is_key(dtype):
+            return None
+        symbol = str(kind[0][0])
+        own.lengths[symbol] = count
+        own.sizes.setdefault(symbol, max(own.size, capacity(count)))
+        padded = padded_kind(ValueType(*kind), own.sizes)
+        rows = padded_rows(fetched(x), padded.shape)
+        index = recorder.new_input(registry.group("value", *registry.kinds_of([padded])), rows)
+        return Value(recorder, index, registry.value_type(*kind))
 
     def turn_to(self, number: int) -> None:
         """Notes whose turn it is."""
@@ -138,7 +218,7 @@ class PaddedNodes:
         Raises:
           CannotMergeError: a node of it cannot run padded.
         """
-        if self.own is None:
+        if self.own is None or not self.own.lengths:
             return
         self._pad_nodes(self.own, *self._ends[:2])
         self._pad_inputs(self.own, self._ends[2])
@@ -184,7 +264,8 @@ class PaddedNodes:
                 names = zip(program.symbols, ragged.symbols, strict=True)
                 lengths = {s: np.array([own.lengths[name]]) for s, name in names}
                 program.needed.refuse_lacking(lengths, [0], [()])
-            return regions.padded.padded(ragged, own.size, guarded=False), ragged.symbols
+            sizes = tuple([own.sizes[s] for s in ragged.symbols])
+            return regions.padded.padded(ragged, sizes, guarded=False), ragged.symbols
 
     def _length(self, own: PaddedInstance, symbol: str) -> int:
         """Returns the input that is the value of a symbol."""
@@ -199,9 +280,10 @@ class PaddedNodes:
         """Has arrays among the inputs from a first one on be padded."""
         groups = self._recorder.input_group
         for place, group in enumerate(groups[first:], first):
-            padded = self._groups.get((group, own.size))
+            key = group, *own.sizes.values()
+            padded = self._groups.get(key)
             if padded is None:
-                padded = self._groups[group, own.size] = self._padded_group(own, group)
+                padded = self._groups[key] = self._padded_group(own, group)
             if padded != group:
                 groups[place] = padded
 
@@ -211,5 +293,5 @@ class PaddedNodes:
         value_type = registry.value_types[kind]
         if not is_ragged(value_type.shape):
             return group
-        padded = padded_kind(value_type, dict.fromkeys(own.lengths, own.size))
+        padded = padded_kind(value_type, own.sizes)
         return registry.group(how, *registry.kinds_of([padded]), *where)

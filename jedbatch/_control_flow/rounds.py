@@ -74,6 +74,7 @@ class Stepwise:
       check: is called before each round, if there is one, and may raise an error to end the call.
       rounds: what ran so far.
       tracers: of an outer transformation, met while recording.
+      num_begun: how often it began again with other constants of any length.
       padded: the instances that have arrays of any length; None for each other one.
     """
 
@@ -85,6 +86,7 @@ class Stepwise:
     rounds: list[Round] = field(default_factory=list)
     tracers: Sequence[Leaf] = ()
     padded: Sequence[PaddedInstance | None] = ()
+    num_begun: int = 0
     _refused: tuple[PaddedInstance, Exception] | None = None
     _names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
     _attempt: Attempt | None = None  # the latest
@@ -113,13 +115,18 @@ class Stepwise:
             return self._run(leaves, padded, reached.arrays)
 
         def assumed() -> tuple[Hashable, ...]:
-            return len(self.tracers), self._refused, cache.registry.assumptions.version("lengths")
+            version = cache.registry.assumptions.version("lengths", "constants")
+            return len(self.tracers), self.num_begun, self._refused, version
 
         results = until_guards_hold(attempt, assumed)
         if self._refused is not None:  # lengths were the reason
             (own, error), self._refused = self._refused, None
             learned = cache.learn(own.types, own.asked, error)
-            if not (learned or cache.lengths.join_equal(own.types, error)):
+            if learned or (own.types and cache.lengths.join_equal(own.types, error)):
+                return results
+            if len(own.lengths) > len(own.types.symbols if own.types else ()):
+                cache.constants.refuse([])
+            else:
                 cache.lengths.give_up(error, own.types)
         return results
 
@@ -143,8 +150,11 @@ class Stepwise:
 
     def check_lengths(self, own: PaddedInstance) -> None:
         """Raises `GuardFailed` if lengths were compared by which instances are not told apart."""
-        if self.session.records.lengths.relate(own.types, own.asked, None):
+        cache = self.session.records
+        if own.types is not None and cache.lengths.relate(own.types, own.asked, None):
             raise GuardFailed
+        if cache.constants.are_looked_for:
+            cache.constants.of_any_length([list(own.made.values())])
 
     def _run(
         self, leaves: Sequence[Leaf], arrays: Sequence[Sequence[Array]], reached: Sequence[Leaf]

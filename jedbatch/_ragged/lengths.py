@@ -281,6 +281,19 @@ class Lengths:
             self._ragged_types[key] = known
         return known
 
+    def type_of(self, number: int, length: int, kind: ArrayType) -> ArrayType | None:
+        """Returns the type of an array of any length; None if it is longer or shorter than that.
+
+        Args:
+          number: of its symbol among those of the instance.
+          length: that it has.
+          kind: its type without the length.
+        """
+        bound, least, _ = scope = self._scope()
+        if length < least or (bound is not None and length > bound):
+            return None
+        return self._ragged_type(scope, _name(number), kind)
+
     def relate(self, recorded: RaggedTypes, asked: Questions, error: Exception | None) -> bool:
         """Takes note of lengths that have been compared; whether to record again.
 
@@ -289,7 +302,7 @@ class Lengths:
           asked: what was asked about lengths meanwhile.
           error: why it could not be recorded, if so.
         """
-        compared = [pair for pair in asked.unequal if pair[0] in recorded.symbols]
+        compared = [pair for pair in asked.unequal if all(s in recorded.symbols for s in pair)]
         if error is not None and not isinstance(error, LengthDecisionError) and not compared:
             named = dict.fromkeys(SYMBOL.findall(str(error)))  # JAX complains of shapes
             compared = list(itertools.combinations([s for s in named if s in recorded.symbols], 2))

@@ -174,7 +174,7 @@ def _padded_types(
             continue
         ragged, row = regions.ragged_type(type_id), sizes[k].tolist()
         names = [number[s] for s in ragged.symbols]
-        padded = regions.padded.padded(ragged, max(row[n] for n in names), bool(row[-1]))
+        padded = regions.padded.padded(ragged, tuple([row[n] for n in names]), bool(row[-1]))
         types.append(padded.id)
         read.append([names[n] for n in padded.lengths])
     counts = np.array(list(map(len, read)), np.int64)

@@ -77,7 +77,7 @@ class PaddedProgram:
         self,
         shared: Sequence[Array],
         operands: Sequence[Array],
-        size: int,
+        sizes: Mapping[str, int],
         lengths: Mapping[str, Any],
         guarded: bool,
     ) -> tuple[Array, ...]:
@@ -86,16 +86,14 @@ class PaddedProgram:
         Args:
           shared: what all instances share.
           operands: with the rows of their capacities.
-          size: the capacity of its arrays.
+          sizes: the capacity for every symbol.
           lengths: its value, of those that the program reads (see `reads`).
           guarded: whether a length may be 0.
         """
         jaxpr = self.closed.jaxpr
         values = {s: lengths.get(s, jnp.int32(0)) for s in self.symbols}
         guarded = guarded or self.guards
-        padded = Padded(
-            dict.fromkeys(self.symbols, size), values, guarded, positioned=self.positioned
-        )
+        padded = Padded(sizes, values, guarded, positioned=self.positioned)
         env: dict[Any, Any] = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
         env.update(zip(jaxpr.invars, (*shared, *operands), strict=True))
         run_equations(jaxpr.eqns, env, padded.run)
@@ -123,7 +121,7 @@ class PaddedProgram:
             def run(lengths: Sequence[Any], values: Sequence[Any]) -> tuple[Array, ...]:
                 named = dict(zip(self.symbols, lengths, strict=True))
                 shared, operands = values[: self.num_shared], values[self.num_shared :]
-                return self.run(shared, operands, SHORTEST, named, guarded)
+                return self.run(shared, operands, sizes, named, guarded)
 
             traced = jax.make_jaxpr(run)([length] * len(self.symbols), kinds).jaxpr
             used, symbols = used_variables(traced), range(len(self.symbols))

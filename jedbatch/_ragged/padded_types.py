@@ -63,7 +63,7 @@ class PaddedTypes:
         self._together: dict[int, int] = {}  # most programs of one instance with a type
         self._many: set[int] = set()  # types in many programs
         self._padded: dict[int, PaddedProgram | str] = {}  # by number
-        self._types: dict[tuple[int, int, bool], PaddedNodeType] = {}
+        self._types: dict[tuple[int, tuple[int, ...], bool], PaddedNodeType] = {}
 
     @property
     def is_used(self) -> bool:
@@ -131,31 +131,34 @@ class PaddedTypes:
             self._padded[ragged.number] = found
         return self._padded[ragged.number]
 
-    def padded(self, ragged: RaggedNodeType, size: int, guarded: bool) -> PaddedNodeType:
+    def padded(
+        self, ragged: RaggedNodeType, sizes: tuple[int, ...], guarded: bool
+    ) -> PaddedNodeType:
         """Returns the type in the place of a ragged one.
 
         Args:
           ragged: the type.
-          size: the capacity of its arrays.
+          sizes: the capacity of each of its symbols.
           guarded: whether a length may be 0.
         """
-        key = ragged.number, size, guarded
+        key = ragged.number, sizes, guarded
         if key not in self._types:
             registry, program = self.registry, self.program(ragged)
             assert isinstance(program, PaddedProgram)  # as of all ragged nodes that are left
             node_type = registry.node_types[ragged.id]
             lengths = program.reads(guarded)
-            capacity = dict.fromkeys(ragged.symbols, size)
+            capacity = dict(zip(ragged.symbols, sizes, strict=True))
+            own_capacity = dict(zip(program.symbols, sizes, strict=True))
             kinds = [padded_kind(kind, capacity) for kind in node_type.operands]
             count, names = len(kinds), [program.symbols[k] for k in lengths]
 
             def call(shared: Sequence[Any], operands: Sequence[Any]) -> tuple[Any, ...]:
                 named = dict(zip(names, operands[count:], strict=True))
-                return program.run(shared, operands[:count], size, named, guarded)
+                return program.run(shared, operands[:count], own_capacity, named, guarded)
 
             operands = tuple(registry.kinds_of([*kinds, *[LENGTH] * len(lengths)]))
             spec = registry.call_spec(
-                f"{node_type.name}, {size} rows",
+                f"{node_type.name}, {' × '.join(map(str, dict.fromkeys(sizes)))} rows",
                 ("padded", *key),
                 call,
                 node_type.shared,

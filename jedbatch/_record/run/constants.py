@@ -103,16 +103,17 @@ class Constants:
                 met = self._met.setdefault(kind, set())
                 if len(met) < DIFFERENT_INSTANCES:
                     met.add(frozenset(found))
-        every = [[x for x in own if self._has_any_length(x)] for own in made]
+        every = [[x for x in own if self.has_any_length(x)] for own in made]
         self._left = MOST_TRIED if any(every) else max(self._left - len(made), 0)
         if not self._left:
             self.leave()
         return every
 
-    def _has_any_length(self, x: Array) -> bool:
+    def has_any_length(self, x: Array) -> bool:
         """Returns whether arrays like this differ in length, and not all instances have its own."""
         kind = _kind(x)
-        return len(self._met[kind]) >= DIFFERENT_INSTANCES and x.shape[0] not in self._always[kind]
+        many = len(self._met.get(kind, ())) >= DIFFERENT_INSTANCES
+        return many and x.shape[0] not in self._always[kind]
 
 
 class Noting(Recorder):

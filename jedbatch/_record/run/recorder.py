@@ -238,7 +238,7 @@ class Recorder(Trace):
         self.watched: dict[int, Watched] = {}  # containers that may change
         self._fast_path, self._forget_objects, self._next_instance = fast_path(self)
         self.call_cell = self._fast_path
-        self.constants: dict[Hashable, Value] = {}
+        self.constants: Any = {}
         self.noting = noting
         self.keeps_types = False
         self.has_numbers = False  # of Python, for floats and elements of the instance
@@ -299,7 +299,8 @@ class Recorder(Trace):
             for leaf, x in enumerate(constants, first):
                 kind = self.registry.value_type(*types[leaf])
                 self.constants[identity_of_array(x)] = self.leaf_value(kind, leaf, ())
-            arrays, types, self.call_cell = arrays[:first], types[:first], self._call_with_constants
+            arrays, types = arrays[:first], types[:first]
+            self.have_constants(self.constants)
         return self.symbolic(instance, arrays, types, rows) if arrays else instance
 
     def turn_to(self, instance: PyTree) -> None:
@@ -393,6 +394,10 @@ class Recorder(Trace):
             return shared
         self.trust(x)
         return self.input(x)
+
+    def have_constants(self, constants: Any) -> None:
+        """Has symbols take the place of constants that a mapping has, in calls of cells, too."""
+        self.constants, self.call_cell = constants, self._call_with_constants
 
     def with_constants(self, tree: PyTree) -> PyTree:
         """A pytree with symbols for arrays of NumPy that are constants of the instance."""
