@@ -39,6 +39,8 @@ from jedbatch._session.records.record_cache import RecordCache
 from jedbatch._session.records.recording import keyed
 from jedbatch._support.types import Array
 
+MOST_PADDED = 4  # times its own capacity that an instance is padded to, to run with longer ones
+
 
 class PaddedInstance:
     """An instance of which some arrays are padded.
@@ -46,7 +48,8 @@ class PaddedInstance:
     Attributes:
       types: of its arrays, with symbols for lengths; None if none of them is padded.
       lengths: the value of each symbol.
-      sizes: the capacity for each.
+      size: the capacity of its arrays; 0 if none of them is padded.
+      sizes: the capacity for each symbol.
       asked: what is asked about lengths while it is recorded.
       inputs: the symbols whose values nodes read, each with the input that it is.
       constants: by their identity the arrays that the function makes, or the symbols for them.
@@ -57,12 +60,17 @@ class PaddedInstance:
         self.types = types
         symbols = {} if types is None else types.symbols
         self.lengths = {s: types.lengths[leaves[0]] for s, leaves in symbols.items()}  # type: ignore[union-attr]
-        self.size = max(map(capacity, self.lengths.values()), default=0)
-        self.sizes = dict.fromkeys(self.lengths, self.size)
+        self.size = 0
+        self.sizes: dict[str, int] = {}
+        self.resize(max(map(capacity, self.lengths.values()), default=0))
         self.asked = Questions(self.lengths)  # which Python may know: it runs for this one alone
         self.inputs: dict[str, int] = {}
         self.constants: dict[Hashable, Any] = {}
         self.made: dict[Hashable, Array] = {}
+
+    def resize(self, size: int) -> None:
+        """Sets the capacity of arrays."""
+        self.size, self.sizes = size, dict.fromkeys(self.lengths, size)
 
     def pad(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns the arrays of the instance, padded."""
@@ -120,10 +128,16 @@ def padded_instances(
         cache.constants.begin()
     has_constants = bool(cache.constants.are_looked_for) and not cache.lengths.off
     found: list[PaddedInstance | None] = []
-    for own in types:
-        if own is not None and any(own.lengths[i] == 0 for x in own.symbols.values() for i in x):
-            own = None
-        found.append(PaddedInstance(own) if own is not None or has_constants else None)
+    for known in types:
+        leaves = itertools.chain.from_iterable(known.symbols.values()) if known else ()
+        if known is not None and not all(known.lengths[leaf] for leaf in leaves):
+            known = None
+        found.append(PaddedInstance(known) if known is not None or has_constants else None)
+    size = 0  # of longer ones
+    for own in sorted([x for x in found if x and x.size], key=lambda x: -x.size):
+        if own.size < size <= MOST_PADDED * own.size:
+            own.resize(size)
+        size = own.size
     return found
 
 

@@ -66,6 +66,11 @@ class PaddedTypes:
         self._types: dict[tuple[int, tuple[int, ...], bool], PaddedNodeType] = {}
 
     @property
+    def ids(self) -> frozenset[int]:
+        """The types that took the place of ragged ones."""
+        return frozenset(known.id for known in self._types.values())
+
+    @property
     def is_used(self) -> bool:
         """Returns whether there are padded nodes, or would be if they were possible."""
         return self.every or bool(self._many)

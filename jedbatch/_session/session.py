@@ -217,7 +217,7 @@ class Session:
           arrays: of its instances.
           num_compiled: programs for rounds that it compiled.
         """
-        warn_if_rounds_grow(self.registry, num_compiled)
+        warn_if_rounds_grow(self.registry, num_compiled, self.records.regions.padded.ids)
         last = None
         if num_compiled:
             kinds = lengths_that_differ(itertools.chain.from_iterable(arrays))

@@ -3,7 +3,7 @@
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -261,7 +261,7 @@ def warn_if_lengths_grow(registry: Registry, calls_in_a_row: int, last: int) -> 
     )
 
 
-def warn_if_rounds_grow(registry: Registry, num_compiled: int) -> None:
+def warn_if_rounds_grow(registry: Registry, num_compiled: int, padded: Collection[int]) -> None:
     """Warns of lists that are longer in every round of a call, so that each is compiled anew.
 
     Where Python decides on values, each length makes types of its own, of cells, too.
@@ -269,12 +269,14 @@ def warn_if_rounds_grow(registry: Registry, num_compiled: int) -> None:
     Args:
       registry: of the types.
       num_compiled: programs for rounds that the call compiled.
+      padded: types that are not counted, since they read lengths behind their operands.
     """
     if num_compiled < GROUPED_PLANS:
         return
     lengths: dict[str, dict[int, int]] = {}  # a type by the number of operands, by name
     for t, node_type in enumerate(registry.node_types):
-        lengths.setdefault(node_type.name, {})[len(node_type.operands)] = t
+        if t not in padded:
+            lengths.setdefault(node_type.name, {})[len(node_type.operands)] = t
     name, types = max(lengths.items(), key=lambda item: len(item[1]))
     are_many = len(types) > FEW_LENGTHS and len(registry.node_types) > MAX_TYPES
     if not are_many and min(num_compiled, len(types)) < GROWING_PLANS:
