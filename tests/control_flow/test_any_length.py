@@ -23,7 +23,7 @@ def weights():
     return {"w": draw(WIDTH, WIDTH), "v": draw(WIDTH), "table": draw(30, WIDTH)}
 
 
-def rows(rng, least=3, most=20):
+def rows(rng, least=5, most=30):
     size = int(rng.integers(least, most)), WIDTH
     return rng.normal(size=size).astype(np.float32)
 
@@ -63,7 +63,7 @@ def attention(params, sentence):
 
 
 def sentences(rng):
-    size = int(rng.integers(2, 20))
+    size = int(rng.integers(5, 30))
     return Sentence(rng.integers(0, 30, size=size), int(rng.integers(1, 4)))
 
 
@@ -105,7 +105,7 @@ def tokens(params, words):
 
 
 def tuples(rng):
-    return tuple(rng.integers(0, 30, size=int(rng.integers(2, 20))).tolist())
+    return tuple(rng.integers(0, 30, size=int(rng.integers(5, 30))).tolist())
 
 
 def two(params, pair):
@@ -116,7 +116,7 @@ def two(params, pair):
 
 
 def pairs(rng):
-    return {"x": rows(rng), "y": rows(rng, most=40)}
+    return {"x": rows(rng), "y": rows(rng)}
 
 
 def equally_long(params, pair):
@@ -130,7 +130,7 @@ def equally_long(params, pair):
 
 
 def equal_pairs(rng):
-    size = int(rng.integers(3, 12))
+    size = int(rng.integers(5, 30))
     return rows(rng, size, size + 1), rows(rng, size, size + 1)
 
 
@@ -168,10 +168,10 @@ def test_agrees_with_loop_and_compiles_nothing_late(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error", GroupedByShapesWarning)
         for seed in (1, 2, 3, 4):
-            batched(weights(), minibatch(draw, seed, count=12))
+            batched(weights(), minibatch(draw, seed))
         before = batched.compilations
         for seed in (5, 6):
-            instances = minibatch(draw, seed, count=6)
+            instances = minibatch(draw, seed)
             assert_close(batched(weights(), instances), loop(fn, weights(), instances), 3e-4)
     assert batched.compilations == before
 
@@ -181,7 +181,7 @@ def test_derivatives_by_arrays_of_instances():
     batched = jedbatch.batch(cells)
 
     def loss(results):
-        return (results[0] * jnp.arange(1.0, 1 + WIDTH)).sum()
+        return jnp.sum(results[0] @ jnp.arange(1.0, 1 + WIDTH))
 
     got = jax.grad(lambda xs: loss(batched(weights(), xs)))(instances)
     expected = jax.grad(lambda xs: sum(loss(cells(weights(), x)) for x in xs))(instances)
@@ -253,15 +253,15 @@ def test_an_error_of_the_function_names_its_instance():
 def test_instances_that_join_while_others_run():
     def fn(params, x):
         h = step(params, x)
-        if h.shape[0] == 5 and h.mean() < 100:
-            raise ValueError("five rows")
+        if jnp.abs(x).max() > 5:
+            raise ValueError("too much")
         while h.mean() > -0.2:
             h = step(params, h)
         return h
 
     core = core_of(jedbatch.batch(fn))
     sizes, outcomes, left = (3, 9, 5, 12, 4), {}, []
-    instances = [np.full((n, WIDTH), 0.5, np.float32) for n in sizes]
+    instances = [np.full((n, WIDTH), 9.0 if n == 5 else 0.5, np.float32) for n in sizes]
     for _ in range(2):  # lengths are seen to differ in the first
         coming = iter([Joining(i, (x,)) for i, x in enumerate(instances)])
         take = lambda most: [x for x, _ in zip(coming, range(most), strict=False)]  # noqa: E731
