@@ -1,5 +1,6 @@
 """Arrays of any length where Python decides on values, against the plain loop; what is compiled."""
 
+import itertools
 import warnings
 from typing import Any, NamedTuple
 
@@ -201,7 +202,8 @@ def test_what_is_read_and_returned_has_the_rows_that_exist():
     instances = minibatch(rows, 0, count=4)
     got = jedbatch.batch(fn, out_axes=None)(weights(), instances)
     expected = [fn(weights(), x) for x in instances]
-    assert shapes[-4:] == [x.shape for x in instances] and set(shapes) == set(shapes[-4:])
+    assert shapes[-4:] == [x.shape for x in instances]
+    assert set(shapes) == set(shapes[-4:])
     for a, b in zip(got, expected, strict=True):
         assert_close(a, b, 3e-5)
 
@@ -262,12 +264,11 @@ def test_instances_that_join_while_others_run():
     core = core_of(jedbatch.batch(fn))
     sizes, outcomes, left = (3, 9, 5, 12, 4), {}, []
     instances = [np.full((n, WIDTH), 9.0 if n == 5 else 0.5, np.float32) for n in sizes]
-    for _ in range(2):  # lengths are seen to differ in the first
-        coming = iter([Joining(i, (x,)) for i, x in enumerate(instances)])
-        take = lambda most: [x for x, _ in zip(coming, range(most), strict=False)]  # noqa: E731
-        while first := take(1):
-            served = Continuous(core, (weights(),), 3)
-            left = served.serve(first, take, outcomes.update, lambda token: None)
+    coming = iter([Joining(i, (x,)) for i, x in enumerate(instances)] * 2)  # lengths are met first
+    take = lambda most: list(itertools.islice(coming, most))  # noqa: E731
+    while first := take(1):
+        served = Continuous(core, (weights(),), 3)
+        left += served.serve(first, take, outcomes.update, lambda token: None)
     assert not left
     assert isinstance(outcomes.pop(2).error, ValueError)
     for i, outcome in outcomes.items():
