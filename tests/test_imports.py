@@ -30,7 +30,8 @@ ALLOWED = {
     "_program": "_kernel _layout _schedule _jaxpr _graph _support",
     "_ragged": "_program _kernel _layout _record _jaxpr _graph _support",
     "_session": "_ragged _program _kernel _layout _learn _schedule _record _jaxpr _graph _support",
-    "_control_flow": "_session _program _kernel _layout _schedule _ragged _record _jaxpr _graph _support",
+    "_control_flow": "_session _ragged _program _kernel _layout _schedule _record _jaxpr _graph "
+    "_support",
     "_lazy": "_session _program _kernel _layout _learn _schedule _record _jaxpr _graph _support",
     "_draw": "_program _layout _schedule _jaxpr _graph _support",
     "_export": "_session _ragged _program _kernel _layout _learn _schedule _record _jaxpr _graph "

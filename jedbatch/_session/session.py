@@ -225,7 +225,8 @@ class Session:
         self.num_types = len(self.registry.node_types)
         self.lengths_in_a_row = 0 if last is None else self.lengths_in_a_row + 1
         if last is not None:
-            warn_if_lengths_grow(self.registry, self.lengths_in_a_row, last)
+            apart = self.records.lengths.shown
+            warn_if_lengths_grow(self.registry, self.lengths_in_a_row, last, apart)
 
 
 class Flags(NamedTuple):

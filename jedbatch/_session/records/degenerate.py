@@ -240,23 +240,25 @@ def last_for_a_length(registry: Registry, first: int, kinds: set[tuple]) -> int 
     return None
 
 
-def warn_if_lengths_grow(registry: Registry, calls_in_a_row: int, last: int) -> None:
+def warn_if_lengths_grow(
+    registry: Registry, calls_in_a_row: int, last: int, apart: str | None
+) -> None:
     """Warns of calls that decide on values, each of which had types for lengths that were new.
 
     Args:
       registry: of the types.
       calls_in_a_row: up to this one.
       last: of these types.
+      apart: why lengths are told apart; None if they are not.
     """
-    if calls_in_a_row < GROUPED_PLANS:
+    if calls_in_a_row < GROUPED_PLANS or apart is None:
         return
     at = f" ({registry.lines[last]})" if last in registry.lines else ""
     warn_once(
         GroupedByShapesWarning,
         f"{calls_in_a_row} calls in a row had arrays of lengths that none before had, and each "
-        "time programs were compiled: where Python decides on values, each length has types of "
-        f"its own. The last is `{registry.node_types[last]}`{at}. Let `jnp.where` or "
-        "`jax.lax.cond` decide, so that all lengths run together, or pad arrays to a few lengths",
+        f"time programs were compiled, since {apart}. The last type is "
+        f"`{registry.node_types[last]}`{at}. {FOR_ALL_LENGTHS}",
         registry.warned,
     )
 
