@@ -47,7 +47,7 @@ from jedbatch._record.identity.mutation import (
     Watched,
     hold_the_same,
     holders_in,
-    holders_of_functions,
+    own_holders,
 )
 from jedbatch._record.instances.arrays import array_type
 from jedbatch._record.instances.key import may_change
@@ -377,10 +377,12 @@ def described_cell(recorder: Any, cell: Cell) -> DescribedCell:
 
 def _described_like(recorder: Any, cell: Cell) -> DescribedCell:
     """Returns the description of a cell, that of one made of the same if there is one."""
-    made = made_of(cell.fn) if cell.is_inner else None
+    finding = recorder.registry.finding
+    by_object = bool(finding) and code_of(cell.fn) in finding
+    made = made_of(cell.fn, None if by_object else Staying(recorder)) if cell.is_inner else None
     if made is None:
         return describe_cell(recorder, cell)
-    holders = holders_of_functions(made.functions)
+    holders = own_holders(made.holders)
     known = recorder.made_cells.get(made.key)
     if holders is not None and known is not None and hold_the_same(known[0]):
         return (*holders, *known[0]), known[1], ()

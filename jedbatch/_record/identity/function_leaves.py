@@ -173,6 +173,9 @@ def held_values(fn: object) -> tuple[Any, ...]:
     )
 
 
+_MADE_OF_PARTS = (types.FunctionType, types.MethodType, functools.partial)
+
+
 class Made(NamedTuple):
     """What a function is made of.
 
@@ -180,19 +183,23 @@ class Made(NamedTuple):
       key: equal for functions of the same code that hold the very same objects, and keeps these
         alive. As long as they hold what they do, such functions compute the same.
       objects: these objects.
-      functions: the functions that hold them, the function itself among them.
+      holders: what holds them: functions, the function itself among them, and other objects.
     """
 
     key: Hashable
     objects: tuple[Any, ...]
-    functions: list[types.FunctionType]
+    holders: list[Any]
 
 
-def made_of(fn: object) -> Made | None:
-    """Returns what a function is made of; None if it, or one that it holds, has attributes."""
+def made_of(fn: object, stays: Container[int] | None) -> Made | None:
+    """Returns what a function is made of; None if it, or one that it holds, has attributes.
+
+    Objects that may be copied are made of their attributes, but for those that stay, given their
+    ids; None if all do. There is no answer if these are many.
+    """
     key: list[Any] = []
     objects: list[Any] = []
-    functions: list[types.FunctionType] = []
+    holders: list[Any] = []
     places: dict[int, int] = {}
     stack = [fn]
     while stack:
@@ -201,9 +208,12 @@ def made_of(fn: object) -> Made | None:
             key.append(places[id(x)])
             continue
         places[id(x)] = len(places)
-        opens = type(x) in (types.FunctionType, types.MethodType, functools.partial)
-        parts = _parts_of_function(x) if opens else None
-        if parts is None:
+        parts = _parts_of_function(x) if type(x) in _MADE_OF_PARTS else None
+        if parts is None and stays is not None and is_copied(x) and id(x) not in stays:
+            key.append(tuple(vars(x)))
+            holders.append(x)
+            parts = list(vars(x).values())
+        elif parts is None:
             key.append(Same(x))
             objects.append(x)
             continue
@@ -211,13 +221,14 @@ def made_of(fn: object) -> Made | None:
         if type(x) is types.FunctionType:
             key += [x.__code__, id(x.__globals__), x.__defaults__ is None]
             key.append(tuple(x.__kwdefaults__ or ()))
-            functions.append(x)
+            holders.append(x)
         elif isinstance(x, functools.partial):
             key.append(tuple(sorted(x.keywords)))
-        if type(x) is not types.MethodType and vars(x):
+        has_attributes = type(x) in (types.FunctionType, functools.partial) and vars(x)
+        if has_attributes or len(places) > MAX_PARTS:
             return None
         stack += reversed(parts)
-    return Made(tuple(key), tuple(objects), functions)
+    return Made(tuple(key), tuple(objects), holders)
 
 
 def held_functions(fn: object) -> Hashable:

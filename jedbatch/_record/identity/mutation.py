@@ -93,9 +93,9 @@ def holders_in(root: Any, stays: Container[int] = ()) -> Holders | None:
     return tuple(holders)
 
 
-def holders_of_functions(functions: Sequence[types.FunctionType]) -> Holders | None:
-    """Returns what functions hold by themselves; None if a name is not assigned yet."""
-    found = list(map(_holders, functions))
+def own_holders(things: Sequence[Any]) -> Holders | None:
+    """Returns what functions and objects hold themselves; None if a name is not assigned yet."""
+    found = list(map(_holders, things))
     return None if None in found else tuple(itertools.chain(*filter(None, found)))
 
 
