@@ -181,6 +181,59 @@ def test_functions_that_hold_something_else(fn):
     assert_close(found, jnp.stack([fn(P, x) for x in XS]), rtol=1e-5)
 
 
+TRACED, KNOWN = [], {}  # objects by themselves
+
+
+class Table:
+    """A table with methods that look up what they get, and others that look up the table."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def row(self, k):
+        """The row of a number."""
+        TRACED.append("row")
+        return jnp.sin(self.rows[k][:2])
+
+    def renamed(self, k):
+        """By the name of an argument."""
+        v, k = k, self
+        return v * KNOWN[k]
+
+    def chosen(self, k):
+        """By one of two names."""
+        return k * KNOWN[self if len(self.rows) else k]
+
+    def itself(self, k):
+        """By an argument of another call."""
+        return KNOWN[k] if isinstance(k, Table) else k * Table.itself(self, self)
+
+
+def test_methods_of_objects_made_anew_are_traced_once():
+    def fn(p, k):
+        row = cell(Table(p["m"]).row)
+        return row(k) + row(2 - k)
+
+    batched = jedbatch.batch(fn)
+    batched(P, [0])
+    del TRACED[:]
+    found = batched(P, [1, 2, 0, 1])
+    assert not TRACED
+    assert_close(found, jnp.stack([fn(P, k) for k in [1, 2, 0, 1]]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["renamed", "chosen", "itself"])
+def test_methods_that_look_up_the_object_that_they_are_of(name):
+    def fn(p, word):
+        table = Table(p["m"])
+        KNOWN[table] = len(word)
+        return cell(getattr(table, name))(p["a"])
+
+    words = ["a", "word", "or", "another"]
+    found = jedbatch.batch(fn)(P, words)
+    assert_close(found, jnp.stack([fn(P, word) for word in words]), rtol=1e-5)
+
+
 def test_values_that_a_cell_reaches_in_containers_are_operands():
     def fn(p, x):
         held, scale = [x, {"twice": 2 * x}], Scale(jnp.cos(x))

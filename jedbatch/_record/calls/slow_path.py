@@ -140,7 +140,7 @@ def _prepared(recorder: RecorderLike, cell: Cell, args: tuple, static: dict) -> 
         args, values, arrays = jax.tree.unflatten(tree, filled)
         watched: Any = contextlib.nullcontext()
         if isinstance(identity, ByAttributes) or holds_traced_objects(fn):
-            watched = noting_calls(finds, finds_objects)
+            watched = noting_calls(finds, finds_objects(fn))
         held = dict(zip(captured, values, strict=True))
         try:
             with watched:

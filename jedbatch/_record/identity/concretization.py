@@ -9,6 +9,7 @@ cell is traced, is looked at, wherever it comes from: functions, methods, proper
 import contextlib
 import dis
 import functools
+import inspect
 import itertools
 import sys
 import types
@@ -17,6 +18,7 @@ from typing import Any
 
 from jax.core import Tracer
 
+from jedbatch._record.identity.function_leaves import code_of
 from jedbatch._record.identity.functions import code_names, is_installed
 
 ASKING = frozenset(
@@ -58,7 +60,7 @@ FINDING = frozenset(
 
 CAUGHT, LEFT_BY_ERROR = dis.opmap["PUSH_EXC_INFO"], dis.opmap["WITH_EXCEPT_START"]
 
-FINDS = frozenset({"BINARY_SUBSCR", "BUILD_SET", "CONTAINS_OP", "IS_OP", "SET_ADD"})
+FINDS = frozenset({"BUILD_SET", "CONTAINS_OP", "IS_OP", "SET_ADD"})
 CONSTANT = frozenset({"LOAD_CONST", "LOAD_SMALL_INT"})
 
 
@@ -121,26 +123,53 @@ def _may_ask(code: types.CodeType) -> bool:
     return any(_may_ask(c) for c in code.co_consts if isinstance(c, types.CodeType))
 
 
-def finds_objects(frame: types.FrameType) -> bool:
-    """Returns whether a call that begins may ask which object something is."""
-    is_of_user = not is_installed(frame.f_globals.get("__name__", ""))
-    return is_of_user and _may_find(frame.f_code)
+def finds_objects(fn: Callable) -> Callable[[types.FrameType], bool]:
+    """Returns what says of a call that begins whether it may ask which object something is.
+
+    An object that a function holds is none of its own arguments.
+    """
+    given: dict[types.CodeType | None, frozenset[str]] = {}
+    with contextlib.suppress(TypeError, ValueError):  # it is no Python function
+        parameters = inspect.signature(fn).parameters.values()
+        given[code_of(fn)] = frozenset([x.name for x in parameters if x.default is x.empty])
+
+    def asks(frame: types.FrameType) -> bool:
+        names = given.pop(frame.f_code, frozenset())  # once, as it may call itself with others
+        is_of_user = not is_installed(frame.f_globals.get("__name__", ""))
+        return is_of_user and _may_find(frame.f_code, names)
+
+    return asks
 
 
 @functools.lru_cache(maxsize=4096)
-def _may_find(code: types.CodeType) -> bool:
-    """Returns whether code compares objects by identity or looks one up, in all but constants."""
+def _may_find(code: types.CodeType, given: frozenset[str]) -> bool:
+    """Returns whether code compares objects by identity or looks one up.
+
+    Constants are none, nor are slices or variables that are `given` where something is indexed.
+    """
     operations = [x for x in dis.get_instructions(code) if x.opname != "EXTENDED_ARG"]
+    stored = (_variables(x) for x in operations if x.opname.startswith("STORE_FAST"))
+    given = given.difference(*stored)
     for before, operation in itertools.pairwise(operations):
-        if _is_finding(operation) and before.opname not in CONSTANT:
+        # From Python 3.14 on to look something up is one of the binary operators.
+        indexes = operation.opname == "BINARY_SUBSCR" or operation.argrepr == "[]"
+        is_loaded = before.opname.startswith("LOAD_FAST") and _variables(before)[-1] in given
+        is_index = before.opname == "BUILD_SLICE" or is_loaded
+        if before.opname in CONSTANT or (indexes and is_index and not operation.is_jump_target):
+            continue
+        if indexes or _is_finding(operation):
             return True
     inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
-    return not FINDING.isdisjoint(code_names(code)) or any(map(_may_find, inner))
+    return not FINDING.isdisjoint(code_names(code)) or any(_may_find(c, frozenset()) for c in inner)
+
+
+def _variables(operation: dis.Instruction) -> tuple[str, ...]:
+    """Returns the local variables of an operation; some of Python 3.13 have two."""
+    return operation.argval if isinstance(operation.argval, tuple) else (operation.argval,)
 
 
 def _is_finding(operation: dis.Instruction) -> bool:
     """Returns whether an operation finds an object; objects are equal to themselves alone."""
     if operation.opname == "COMPARE_OP":
         return "==" in operation.argrepr or "!=" in operation.argrepr
-    # From Python 3.14 on to look something up is one of the binary operators.
-    return operation.opname in FINDS or operation.argrepr == "[]"
+    return operation.opname in FINDS
