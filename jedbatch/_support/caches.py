@@ -62,8 +62,7 @@ class Memory(collections.OrderedDict):
         self.limit = limit
         self.budget = most if isinstance(most, Budget) else Budget(most)
         self.bytes = 0
-        self._weigh = weigh
-        self._weights: dict[Hashable, int] = {}
+        self._weigh = weigh or each(0)
         self.budget.join(self)
 
     __hash__ = object.__hash__  # type: ignore[assignment]  # of the dict, not of what is in it
@@ -79,12 +78,11 @@ class Memory(collections.OrderedDict):
 
     def add(self, items: Iterable[tuple[Hashable, Any]]) -> None:
         """Puts in several keys and values, one after the other."""
-        put, weigh, weights, more = super().__setitem__, self._weigh, self._weights, 0
+        put, weigh, more = super().__setitem__, self._weigh, 0
         for key, value in items:
-            if weigh is not None:
-                weight = weigh(key, value)
-                more += weight - weights.get(key, 0)
-                weights[key] = weight
+            more += weigh(key, value)
+            if key in self:
+                more -= weigh(key, self[key])
             put(key, value)
         self.bytes += more
         while self.limit is not None and len(self) > self.limit:
@@ -101,8 +99,8 @@ class Memory(collections.OrderedDict):
         del self[next(iter(self))]
 
     def __delitem__(self, key: Hashable) -> None:
+        self._release(self._weigh(key, self[key]))
         super().__delitem__(key)
-        self._release(self._weights.pop(key, 0))
 
     def pop(self, key: Hashable, default: Any = None) -> Any:
         """Takes out a key and returns its value, or the default if there is none."""
@@ -119,7 +117,6 @@ class Memory(collections.OrderedDict):
     def clear(self) -> None:
         """Forgets everything."""
         super().clear()
-        self._weights.clear()
         self._release(self.bytes)
 
     def use(self, key: Hashable) -> Any:
