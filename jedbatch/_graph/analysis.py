@@ -24,12 +24,6 @@ MANY_TYPES = 128  # up to which the compiled core looks at all pairs of them
 Edges = tuple[np.ndarray, np.ndarray]
 
 
-def count_nodes(node_type: np.ndarray, num_results: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (int64[N + 1] where the results of each node begin, int64[T] nodes of each type)."""
-    counts = np.bincount(node_type, minlength=len(num_results))
-    return pointers(num_results[node_type]), counts
-
-
 def find_edges(
     node_type: np.ndarray, num_results: np.ndarray, operand_ptr: np.ndarray, operand: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -251,12 +251,7 @@ class Graph:
     @functools.cached_property
     def value_ptr(self) -> Int64[np.ndarray, " N+1"]:
         """int64[N + 1], the results of each node."""
-        return self._counts[0]
-
-    @functools.cached_property
-    def _counts(self) -> tuple[Int64[np.ndarray, " N+1"], Int64[np.ndarray, " T"]]:
-        """(int64[N + 1] where the results of each node begin, int64[T] nodes of each type)."""
-        return analysis.count_nodes(self.node_type, self.results_per_type)
+        return pointers(self.num_results)
 
     @property
     def num_values(self) -> int:
@@ -289,7 +284,7 @@ class Graph:
     @functools.cached_property
     def nodes_per_type(self) -> Int64[np.ndarray, " T"]:
         """int64[T], nodes of each type."""
-        return self._counts[1]
+        return np.bincount(self.node_type, minlength=len(self.types))
 
     @functools.cached_property
     def present_types(self) -> list[int]:

@@ -16,7 +16,7 @@ from jedbatch._support.native import core
 def pointers(counts: np.ndarray) -> np.ndarray:
     """Row pointers of a CSR pair from the length of each row: int64[len + 1]."""
     ptr = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=ptr[1:])
+    counts.cumsum(out=ptr[1:])
     return ptr
 
 

@@ -112,7 +112,7 @@ class Structures:
         one_of = {id(t): t for t in types}
         number = {k: self._types.setdefault(t, len(self._types)) for k, t in one_of.items()}
         words = np.array([[number[id(t)] for t in types], counts], np.int32)
-        ptr = 2 * np.searchsorted(pointers(words[1]), graph.input_ptr)
+        ptr = 2 * pointers(words[1]).searchsorted(graph.input_ptr)
         words = words.T.ravel()
         for t in range(self._num_types, len(graph.types)):
             operation = graph.types[t].operation

@@ -187,8 +187,8 @@ def assign_lanes(
     counts = graph.results_per_type
     space = _spaces(counts.tobytes())
     trips, padded, start, lane_ptr = _cut(graph, schedule, node_ptr, buckets_by_type)
-    block = np.repeat(start[:, None], space.shape[1], axis=1)
-    rows = np.repeat(np.diff(lane_ptr), counts)
+    block = start[:, None].repeat(space.shape[1], axis=1)
+    rows = (lane_ptr[1:] - lane_ptr[:-1]).repeat(counts)
     if weight is None:
         first = start + lane_ptr[schedule.batch_type]
         lane_node, lane = _number_lanes(node, node_ptr, start, first, padded)
@@ -207,7 +207,7 @@ def _cut(
     buckets_by_type: Sequence[Buckets | None],
 ) -> tuple[np.ndarray, ...]:
     """Returns (trips, lanes of each batch with padding, start, lane_ptr); see `Layout`."""
-    sizes = np.diff(node_ptr)
+    sizes = node_ptr[1:] - node_ptr[:-1]
     trips = np.zeros((len(schedule), NUM_WIDTHS), np.int32)
     padded = np.zeros(len(schedule), np.int64)
     numbers: dict[Buckets | None, int] = {}
@@ -216,7 +216,7 @@ def _cut(
     for buckets, k in numbers.items():
         if buckets is None:
             continue
-        batch_ids = np.flatnonzero(number == k)
+        (batch_ids,) = (number == k).nonzero()
         chunks = buckets.cover(sizes[batch_ids])
         trips[batch_ids, : chunks.shape[1]] = chunks
         padded[batch_ids] = buckets.lanes(chunks)
@@ -256,7 +256,7 @@ def _number_lanes(
       padded: int64[S], lanes of each batch.
     """
     lane_node, lane = np.empty(int(padded.sum()), np.int32), np.empty(len(node), np.int64)
-    sizes, places = np.diff(node_ptr), np.arange(len(node))
+    sizes, places = node_ptr[1:] - node_ptr[:-1], np.arange(len(node))
     lane[node] = places + (start - node_ptr[:-1]).repeat(sizes)
     lane_node[places + (first - node_ptr[:-1]).repeat(sizes)] = node
     lane_node[ranges(first + sizes, padded - sizes)] = node[node_ptr[1:] - 1].repeat(padded - sizes)

@@ -39,7 +39,7 @@ def cut_batches(
     trips = trips[:, ::-1]
     if reverse:
         sizes, first, columns, trips = sizes[:, ::-1], first[:, ::-1], columns[::-1], trips[:, ::-1]
-    step, column = np.nonzero(trips)
+    step, column = trips.nonzero()
     return step, columns[column], first[step, column], sizes[step, column], trips[step, column]
 
 
@@ -63,7 +63,7 @@ def merge_runs(
     ahead, behind = (slice(1, None), slice(None, -1))[:: -1 if reverse else 1]
     new = np.ones(len(what), bool)
     new[1:] = (what[1:] != what[:-1]) | (lane[ahead] != lane[behind] + size[behind])
-    begins = np.flatnonzero(new)
+    (begins,) = new.nonzero()
     if not len(begins):
         return np.zeros((0, 3), np.int64)
     runs = np.empty((len(begins), 3), np.int64)

@@ -34,8 +34,9 @@ def attribute(x: object, name: str) -> Any:
     return attributes[name] if name in attributes else getattr(x, name)
 
 
-def of_functions(functions: list[types.FunctionType]) -> list[Any]:
-    return [part for fn in functions for part in (*_of_function(fn), _count(fn.__dict__))]
+def of_functions(functions: list[types.FunctionType]) -> Iterator[Any]:
+    parts = map(_of_function, functions)
+    return itertools.chain(*parts, map(_count, map(vars, functions)))
 
 
 def of_cells(cells: list[types.CellType]) -> list[Any]:

@@ -121,17 +121,15 @@ class _Guard(NamedTuple):
             values = tuple([Weakly(x) if w else x for x, w in zip(values, weak, strict=True)])
         return _Guard(read, subject, values, any(weak))
 
-    def holds(self) -> bool:
-        """Returns whether it gives the same things."""
-        now = tuple(self.read(self.subject))
-        if len(now) != len(self.found):
-            return False
-        if not self.weak:
-            return False not in map(operator.is_, now, self.found)
-        return all(
-            f is x or (type(f) is Weakly and f.ref() is x)
-            for f, x in zip(self.found, now, strict=True)
-        )
+
+def _holds(read: Callable[[Any], Any], subject: Any, found: tuple[Any, ...], weak: bool) -> bool:
+    """Returns whether a guard, given its parts, finds the same things."""
+    now = tuple(read(subject))
+    if not weak:
+        return len(now) == len(found) and False not in map(operator.is_, now, found)
+    return len(now) == len(found) and all(
+        f is x or (type(f) is Weakly and f.ref() is x) for f, x in zip(found, now, strict=True)
+    )
 
 
 class Reached(NamedTuple):
@@ -249,12 +247,8 @@ class Environment:
         self._numbers.clear()
 
     def _is_same(self) -> bool:
-        if not self._number or self._num_read != len(self._classes):
-            return False
-        for guard in self._guards:  # noqa: SIM110  # `all` of a generator takes twice as long
-            if not guard.holds():
-                return False
-        return True
+        is_read = self._number and self._num_read == len(self._classes)
+        return bool(is_read) and all(itertools.starmap(_holds, self._guards))
 
     def _read(self) -> tuple[Hashable, tuple[Any, ...]]:
         walk = _Walk()

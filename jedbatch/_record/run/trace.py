@@ -7,7 +7,6 @@ The recorder writes flat lists of what happens, instance after instance. Here th
 import contextlib
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -355,7 +354,9 @@ def grouped_inputs(
 
 def _values_at(values: list[Any], places: np.ndarray, value_type: ValueType) -> np.ndarray:
     """Returns some of the items of a list, all of one type, stacked: one conversion for all."""
-    return host_rows(_items(values, places), value_type)
+    is_all = len(places) == len(values)  # in order, as these are
+    items = values if is_all else list(map(values.__getitem__, places.tolist()))
+    return host_rows(items, value_type)
 
 
 def _rows_between(
@@ -401,15 +402,6 @@ def _rows_between(
                 yield (chunk := InputRows(value_type, None, leaf, item))
                 if item == ():
                     whole[g] = chunk
-
-
-def _items(values: list[Any], places: np.ndarray) -> list[Any]:
-    """Returns some of the items of a list."""
-    if len(places) == len(values) and bool((places[1:] > places[:-1]).all()):
-        return values
-    if len(places) < 2:
-        return [values[k] for k in places.tolist()]
-    return list(operator.itemgetter(*places.tolist())(values))
 
 
 def host_rows(items: Sequence[Any], value_type: ValueType) -> np.ndarray:

@@ -170,7 +170,7 @@ class RecordCache:
 
     def nothing_to_read(self) -> None:
         """Makes recordings from now on read their arguments alone; releases the arrays."""
-        self.registry.read(NOWHERE._replace(number=self.number))
+        self.registry.read(Reached(self.number, (), ()))
 
     def look(
         self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Array]]
