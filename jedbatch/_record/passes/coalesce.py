@@ -510,10 +510,8 @@ def has_cells(graph: Graph) -> bool:
 
 def num_operations(graph: Graph) -> int:
     """Returns the number of nodes that are no calls of cells."""
-    counts = np.bincount(graph.node_type, minlength=len(graph.types))
-    return len(graph.node_type) - sum(
-        int(counts[t]) for t in graph.present_types if is_cell(graph.types[t])
-    )
+    counts = graph.nodes_per_type.tolist()
+    return sum(counts[t] for t in graph.present_types if not is_cell(graph.types[t]))
 
 
 def is_cell(node_type: NodeType) -> bool:

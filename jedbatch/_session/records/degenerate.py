@@ -329,7 +329,7 @@ def warn_if_costly(
     """
     if NoCellsWarning in registry.warned or len(graph.node_type) < SOME_OPERATIONS:
         return
-    total, num_nodes = num_operations(graph), num_operations(merged)
+    total = num_operations(graph)
     if total < SOME_OPERATIONS:
         return
     num_calls = len(graph.node_type) - total
@@ -338,6 +338,7 @@ def warn_if_costly(
         return
     if Degeneracy.of(merged) is not None:  # which is warned of first
         return
+    num_nodes = num_operations(merged)
     counts = units() if num_nodes < total else Counter[Unit]()
     part = MIN_PART * counts.total()
     named = [u for u, num in counts.most_common(MOST_NAMED) if num >= part]
