@@ -82,7 +82,7 @@ class Layout:
     @property
     def lanes(self) -> Int64[np.ndarray, " T"]:
         """int64[T], lanes of each type."""
-        return np.diff(self.lane_ptr)
+        return self.lane_ptr[1:] - self.lane_ptr[:-1]
 
     @functools.cached_property
     def counts(self) -> tuple[int, int, int, tuple[tuple[NodeType, int, int], ...]]:
@@ -151,12 +151,6 @@ class Layout:
             Allocation(first[blocks_here], int(self.rows[s])).check(
                 blocks.size[blocks_here], blocks.batch[blocks_here], blocks.last[blocks_here]
             )
-
-
-def lanes_of(layout: Layout, types: Sequence[int]) -> list[int]:
-    """Returns the lanes of some types, as many as `layout.lanes` has for each."""
-    ptr = layout.lane_ptr.tolist()
-    return [ptr[t + 1] - ptr[t] for t in types]
 
 
 def assign_lanes(

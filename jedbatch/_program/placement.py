@@ -20,7 +20,7 @@ from jedbatch._layout.access import (
     MIN_IMPROVED_SHARE,
 )
 from jedbatch._layout.bucketing import NUM_WIDTHS, in_blocks
-from jedbatch._layout.layout import Layout, lanes_of, share_rows
+from jedbatch._layout.layout import Layout, share_rows
 from jedbatch._program.capacity import (
     CAPACITY_HEADROOM,
     LARGE_CAPACITY,
@@ -135,7 +135,7 @@ class Placement:
         if keeps:
             reuse = False
         elif reuse is None:
-            size = result_bytes(kernels, lanes_of(layout, type_ids))
+            size = result_bytes(kernels, layout.lanes[list(type_ids)].tolist())
             reuse = size > Placement.worth_sharing
         if reuse:
             arena = np.full(layout.space.shape, -1)
@@ -174,7 +174,7 @@ class Placement:
     @functools.cached_property
     def lanes(self) -> tuple[int, ...]:
         """Lanes needed for each kernel; weight gradients run over them in whole blocks."""
-        lanes = lanes_of(self.layout, self.type_ids)
+        lanes = self.layout.lanes[list(self.type_ids)].tolist()
         return tuple([in_blocks(n, k.blocks) for n, k in zip(lanes, self.kernels, strict=True)])
 
     @property

@@ -27,7 +27,6 @@ import numpy as np
 from jedbatch._graph.types import ValueType
 from jedbatch._jaxpr.storage import Kind
 from jedbatch._layout.bucketing import NUM_WIDTHS, in_blocks
-from jedbatch._layout.layout import lanes_of
 from jedbatch._program.placement import Placement
 from jedbatch._program.signature import Signature
 
@@ -101,7 +100,7 @@ class RoundTemplate:
     @functools.cached_property
     def lanes(self) -> tuple[int, ...]:
         """The lanes of each kernel that it uses."""
-        return tuple(lanes_of(self.placed.layout, self.placed.type_ids))
+        return tuple(self.placed.layout.lanes[list(self.placed.type_ids)].tolist())
 
     def bound_to(self, signature: Signature) -> BoundTemplate | None:
         """Returns the same as `bind`; that of the latest program is kept."""
