@@ -340,16 +340,11 @@ def grouped_inputs(
     if not groups or any(registry.groups[g][0] != "value" for g in groups):
         return tuple(_rows_between(registry, values, kept, group, cuts))
     types = [registry.value_types[registry.groups[g][1]] for g in groups]
-    if len(groups) == 1:
-        column = np.zeros(len(numbers), np.int64)
-        places = [kept]
-    else:
-        place = np.zeros(len(registry.groups), np.int64)
-        place[groups] = np.arange(len(groups))
-        column = place[numbers]
-        places = [kept[group == g] for g in groups]
+    place = np.zeros(len(registry.groups), np.int64)
+    place[groups] = np.arange(len(groups))
+    places = [kept[group == g] for g in groups] if len(groups) > 1 else [kept]
     rows = [_values_at(values, own, kind) for own, kind in zip(places, types, strict=True)]
-    return InputColumns(types, rows, column, np.array(cuts, np.int64))
+    return InputColumns(types, rows, place[numbers], np.array(cuts, np.int64))
 
 
 def _values_at(values: list[Any], places: np.ndarray, value_type: ValueType) -> np.ndarray:
