@@ -1,5 +1,8 @@
 """Operations on arrays that are made of all elements of a list.
 
+All that is done without single elements is such an operation. If its numbers and the shapes of what
+it reads are the same for all lengths, it runs as it is.
+
 Programs of lists of different lengths that do the same have the same operations, whose parameters
 differ in numbers at most. What is left of an operation without its numbers is its *skeleton*:
 
@@ -12,7 +15,7 @@ says for symbolic lengths what the operation gives, and the rules for padded arr
 """
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -20,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import export, lax
+from jax import export
 
 from jedbatch._jaxpr.interpret import interpret
 from jedbatch._jaxpr.list_values import StackedElements
@@ -47,7 +50,7 @@ NumbersOf = Mapping[int, Numbers]  # by expressions
 
 @dataclass(frozen=True, eq=False)
 class ArrayOperation:
-    """An operation on arrays whose shapes depend on the length of a list.
+    """An operation on arrays whose shapes may depend on the length of a list.
 
     Attributes:
       run: of the parameters and the operands, returns a list of results.
@@ -60,6 +63,10 @@ class ArrayOperation:
     params: Mapping[str, Any]
     rows: tuple[StackedElements | None, ...]
     lists: tuple[int | None, ...]
+
+    def __call__(self, *values: Array) -> Sequence[Any]:
+        """Returns the results with the parameters that it has in some program."""
+        return self.run(self.params, *values)
 
 
 def extents_of(lengths: Sequence[Any]) -> tuple[Any, ...]:
@@ -79,6 +86,11 @@ class NumberOfLength(NamedTuple):
     coefficients: tuple[Any, ...]
     divides: bool = False
     extent: int = 0
+
+    @property
+    def is_fixed(self) -> bool:
+        """Returns whether the number is the same for all lengths."""
+        return len(self.coefficients) == 1
 
     def at(self, lengths: Sequence[Any]) -> Any:
         """The number for some lengths: ints, extents, or arrays."""
@@ -178,6 +190,17 @@ class NumbersOfLength(NamedTuple):
             for known, x in zip(own, numbers[operation], strict=True)
         )
 
+    def are_of_one(self, operation: int, numbers: Numbers) -> bool:
+        """Returns whether numbers are those of an operation for lists of one element."""
+        known, extents = self.of[operation], extents_of([1] * len(self.least))
+        return len(known) == len(numbers) and all(
+            one.is_at({extents[one.extent]: x}) for one, x in zip(known, numbers, strict=True)
+        )
+
+    def are_fixed(self, operation: int) -> bool:
+        """Returns whether the numbers of an operation are the same for all lengths."""
+        return all(x.is_fixed for x in self.of.get(operation, ()))
+
     def symbols(self, bounded: bool = False) -> list[AxisSize]:
         """Returns symbols for the lengths, which may be `bounded` by those that were met."""
         names = list(map(length_symbol, range(len(self.least))))
@@ -196,16 +219,23 @@ def length_symbol(list: int) -> str:
 NO_NUMBERS = NumbersOfLength()
 
 
-def numbers_of_length(programs: Mapping[tuple[int, ...], NumbersOf]) -> NumbersOfLength | None:
+def numbers_of_length(
+    programs: Mapping[tuple[int, ...], NumbersOf], varying: Container[int] | None = None
+) -> NumbersOfLength | None:
     """Returns what the numbers of each operation are of the lengths; None if some are not known.
 
-    `programs` has those of the programs of lists, by the lengths of these.
+    Args:
+      programs: those of the programs of lists, by the lengths of these.
+      varying: operations whose numbers may be guessed from one length; None if all.
     """
     if not programs:
         return None
     found: dict[int, Sequence[NumberOfLength]] = {}
-    for operation in next(iter(programs.values())):
+    for operation, first in next(iter(programs.values())).items():
         own = [numbers[operation] for numbers in programs.values()]
+        if len(own) == 1 and varying is not None and operation not in varying:
+            found[operation] = [NumberOfLength((x,)) for x in first]
+            continue
         known = [
             _of_some_length(dict(zip(programs, same, strict=True)))
             for same in zip(*own, strict=True)
@@ -299,7 +329,7 @@ class PaddedOperation:
         sizes, exist = dict.fromkeys(symbols, capacity), dict(zip(symbols, lengths, strict=True))
         padded = Padded(sizes, exist, guarded, positioned=positioned, is_list=True)
         arrays = [
-            x if rows is None else _as_one_array(x, rows)
+            x if rows is None else jnp.moveaxis(x, 0, rows.axis)
             for x, rows in zip(values, self._operation.rows, strict=True)
         ]
         try:
@@ -308,26 +338,11 @@ class PaddedOperation:
             raise CannotMergeError(f"JAX: {error}") from error
 
 
-def _as_one_array(x: Array, rows: StackedElements) -> Array:
-    """The values of all elements, x[0], x[1], ..., as one array."""
-    x = jnp.moveaxis(x, 0, rows.axis)
-    if rows.each is None:
-        return x
-    before, (count, each), after = (
-        x.shape[: rows.axis],
-        x.shape[rows.axis : rows.axis + 2],
-        x.shape[rows.axis + 2 :],
-    )
-    return lax.reshape(x, (*before, count * each, *after))
-
-
 def _of_all(
     x: jax.ShapeDtypeStruct, rows: StackedElements, length: AxisSize
 ) -> jax.ShapeDtypeStruct:
-    before, after = x.shape[: rows.axis], x.shape[rows.axis :]
-    if rows.each is None:
-        return jax.ShapeDtypeStruct((*before, length, *after), x.dtype)
-    return jax.ShapeDtypeStruct((*before, rows.each * length, *after[1:]), x.dtype)
+    """Returns the shape and dtype of the values of all elements as one array."""
+    return jax.ShapeDtypeStruct((*x.shape[: rows.axis], length, *x.shape[rows.axis :]), x.dtype)
 
 
 def rows_of(x: jax.ShapeDtypeStruct, axis: int, length: AxisSize) -> jax.ShapeDtypeStruct:

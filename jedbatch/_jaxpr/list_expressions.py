@@ -12,12 +12,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.list_arrays import (
     NO_NUMBERS,
     ArrayOperation,
+    Numbers,
+    NumbersOf,
     NumbersOfLength,
     PaddedOperation,
     rows_of,
@@ -27,8 +28,6 @@ from jedbatch._jaxpr.list_values import CannotRollError
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
 from jedbatch._jaxpr.symbolic_dims import is_ragged
 from jedbatch._support.types import Array, AxisSize, Dtype
-
-LENGTHS = ("length", "one by the length")  # numbers that expressions may be
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,17 +42,14 @@ class Expression:
         results, to all of them.
       result: which of the results of `run`, or of `array`, it is; None if `run` returns it alone.
       given: what it is if it is not computed: ("input", k), ("element", leaf) or, of another list
-        than the first, ("element", leaf, list); ("length", n, list), n times a length, or ("one by
-        the length", n, list); or ("number", k), one of those that programs differ in.
-      reduction: (operation, whether elements were rows of an array, axes of each element that are
-        reduced with them) if it reduces elements.
-      alone: of a reduction over axes of each element, what it is for one element.
-      array: the operation whose result it is, on arrays that are made of all elements. Its shape
-        is that in some program.
+        than the first, ("element", leaf, list); or ("number", ...), one of those that programs may
+        differ in.
+      reduction: the operation if it reduces elements.
+      array: the operation whose result it is, on arrays. Its shape is that in some program.
+      numbers: of an operation of JAX on an element, those of its parameters.
       row_of: of a row of such an array for each element, the axis along which they are.
       joins: the operation of a chain whose result it is; None if it is of no such operation.
       chained: (operation, base, element) if it is an element's part in a chain.
-      repeated: (operand, its axes in the value) of a broadcast.
     """
 
     list: int | None
@@ -63,13 +59,12 @@ class Expression:
     run: Callable[..., Any] | None = None
     result: int | None = None
     given: tuple[Any, ...] | None = None
-    reduction: tuple[str, bool, tuple[int, ...]] | None = None
-    alone: int | None = None
+    reduction: str | None = None
     array: ArrayOperation | None = None
+    numbers: Numbers = ()
     row_of: int | None = None
     joins: str | None = None
     chained: tuple[str, int, int] | None = None
-    repeated: tuple[int, tuple[int, ...]] | None = None
 
     def value_of(self, made: Any) -> Any:
         """The value, from what `run` returns."""
@@ -92,7 +87,7 @@ class Expressions:
 
     def add(self, key: Hashable, expression: Expression) -> int:
         """The id of an expression; `key` says what it does with its arguments."""
-        full = key, expression.args, expression.shape, expression.dtype
+        full = key, expression.numbers, expression.args, expression.shape, expression.dtype
         if full not in self._ids:
             self.all.append(expression)
             self._keys.append(key)
@@ -105,19 +100,25 @@ class Expressions:
         return self.add(what, Expression(of, (), shape, dtype, given=what))
 
     def results_of(
-        self, key: Hashable, operation: ArrayOperation, args: Sequence[int], types: Sequence[Any]
+        self,
+        key: Hashable,
+        number: int,
+        operation: ArrayOperation,
+        args: Sequence[int],
+        types: Sequence[Any],
     ) -> list[int]:
-        """The ids of the results of an operation on arrays that are made of all elements.
+        """The ids of the results of an operation on arrays, which may be made of all elements.
 
         Args:
           key: what it does, whatever its numbers are.
+          number: of the operation among those of a program that are equal but for their numbers.
           operation: the operation.
           args: ids of what it reads.
           types: shapes, which do not tell operations apart, and dtypes of its results.
         """
         ids = []
         for k, x in enumerate(types):
-            full = key, k, tuple(args), len(x.shape), x.dtype
+            full = key, number, k, tuple(args), len(x.shape), x.dtype
             if full not in self._ids:
                 expression = Expression(
                     None, tuple(args), x.shape, x.dtype, result=k, array=operation
@@ -129,14 +130,19 @@ class Expressions:
         return ids
 
     def operation(
-        self, key: Hashable, run: Callable[..., Any], args: Sequence[int], **facts: Any
+        self,
+        key: Hashable,
+        run: Callable[..., Any],
+        args: Sequence[int],
+        numbers: Numbers = (),
+        **facts: Any,
     ) -> list[int]:
         """The ids of what a function makes of expressions, a list of arrays.
 
         Raises:
           CannotRollError: they are of elements of several lists.
         """
-        known = self._made.get((key, *args))
+        known = self._made.get((key, numbers, *args))
         if known is not None:
             return known
         read = [self.all[a] for a in args]
@@ -147,26 +153,29 @@ class Expressions:
         of = next(iter(lists), None)
         ids = []
         for k, x in enumerate(made):
+            facts["numbers"] = numbers
             expression = Expression(of, tuple(args), x.shape, x.dtype, run, k, **facts)
             ids.append(self.add((key, k), expression))
-        self._made[key, *args] = ids
+        self._made[key, numbers, *args] = ids
         return ids
 
     def primitive(self, primitive: Any, params: dict[str, Any], args: Sequence[int]) -> int:
         """The id of the result of an operation of JAX."""
         run = lambda *values: [primitive.bind(*values, **params)]  # noqa: E731
-        facts = {}
-        if primitive.name == "broadcast_in_dim":
-            facts["repeated"] = args[0], tuple(params["broadcast_dimensions"])
-        return self.operation((primitive, self.key_of(params)), run, args, **facts)[0]
+        return self.operation((primitive, self.key_of(params)), run, args)[0]
 
     def are_of_one(
-        self, singles: Sequence[int], rolled: Sequence[int], numbers: NumbersOfLength
+        self,
+        singles: Sequence[int],
+        own: NumbersOf,
+        rolled: Sequence[int],
+        numbers: NumbersOfLength,
     ) -> bool:
         """Returns whether expressions are what others say of lists of one element.
 
         Args:
           singles: the ids of expressions of the first element, without reductions.
+          own: their numbers.
           rolled: the ids of expressions of lists of any length.
           numbers: of the latter, those that depend on lengths.
         """
@@ -175,38 +184,41 @@ class Expressions:
         def is_of_one(single: int, rolled: int) -> bool:
             pair = single, rolled
             if pair not in known:
-                known[pair] = single == rolled or self._is_of_one(pair, numbers, is_of_one)
+                x, y = self.all[single], self.all[rolled]
+                if y.reduction is not None and x.reduction is None:
+                    known[pair] = self._is_reduced(single, y, is_of_one)
+                else:
+                    given = own.get(single, x.numbers)
+                    same = (
+                        numbers.are_of_one(rolled, given)
+                        if rolled in numbers.of
+                        else given == y.numbers
+                    )
+                    known[pair] = same and self._are_alike(single, rolled, is_of_one)
             return known[pair]
 
         return all(map(is_of_one, singles, rolled))
 
-    def _is_of_one(
-        self,
-        pair: tuple[int, int],
-        numbers: NumbersOfLength,
-        is_of_one: Callable[[int, int], bool],
+    def _is_reduced(
+        self, single: int, reduced: Expression, is_of_one: Callable[[int, int], bool]
     ) -> bool:
-        single, rolled = pair
+        """Returns whether an expression is a reduction of one element."""
+        element, *base = reduced.args
+        if not base:
+            return is_of_one(single, element)
+        x = self.all[single]
+        return x.joins == reduced.reduction and any(
+            is_of_one(first, *base) and is_of_one(second, element)
+            for first, second in (x.args, x.args[::-1])
+        )
+
+    def _are_alike(self, single: int, rolled: int, is_of_one: Callable[[int, int], bool]) -> bool:
+        """Returns whether expressions are the same, apart from numbers and from what they read."""
         x, y = self.all[single], self.all[rolled]
-        if x.reduction is not None and x.reduction == y.reduction:
-            return all(is_of_one(*both) for both in zip(x.args, y.args, strict=True))
-        if y.reduction is not None:
-            element, *base = y.args
-            if y.alone is not None:
-                return is_of_one(single, y.alone)
-            if not base:
-                return is_of_one(single, element)
-            return x.joins == y.reduction[0] and any(
-                is_of_one(first, *base) and is_of_one(second, element)
-                for first, second in (x.args, x.args[::-1])
-            )
-        if y.given is not None:
-            is_number = y.given[0] in (*LENGTHS, "number") and not (x.args or x.given or x.shape)
-            if not is_number or x.dtype != y.dtype or x.run is None:
-                return False
-            ones = [np.asarray(1, y.dtype)] * len(numbers.least)
-            return bool(x.value_of(x.run()) == _given(rolled, y, {}, ones, numbers))
-        if (x.shape, x.dtype, self._keys[single]) != (y.shape, y.dtype, self._keys[rolled]):
+        if x.given is not None and y.given is not None and "number" == x.given[0] == y.given[0]:
+            return x.dtype == y.dtype
+        same = self._keys[single] == self._keys[rolled] and len(x.shape) == len(y.shape)
+        if not same or x.dtype != y.dtype or (y.array is None and x.shape != y.shape):
             return False
         return all(is_of_one(*both) for both in zip(x.args, y.args, strict=True))
 
@@ -225,12 +237,15 @@ class Expressions:
         leaves = [i for i, x in pairs if x.given is not None and x.given[0] == "element"]
         return [*sorted(leaves, key=lambda i: self.all[i].given or ()), *known]
 
-    def of_one_element(self, results: Sequence[int], fixed: int) -> list[tuple[int, int]]:
+    def of_one_element(
+        self, results: Sequence[int], fixed: int, numbers: NumbersOfLength
+    ) -> list[tuple[int, int]]:
         """Expressions that depend on one leaf of an element, and on what all lists share.
 
         Args:
           results: ids of expressions.
           fixed: the number of the first input that all lists share.
+          numbers: those that depend on lengths.
 
         Returns:
           (id, leaf) of the largest such expressions, which other expressions or results read.
@@ -243,21 +258,24 @@ class Expressions:
                 kind, *where = x.given
                 if kind == "element":
                     leaves[index] = frozenset(where[:1])
-                elif kind == "input" and where[0] >= fixed:
+                elif numbers.are_fixed(index) if kind == "number" else where[0] >= fixed:
                     leaves[index] = frozenset()
-            elif x.run is not None and all(a in leaves for a in x.args):
+            elif self._is_fixed(index, numbers) and all(a in leaves for a in x.args):
                 leaves[index] = frozenset().union(*(leaves[a] for a in x.args))
         alone = {i for i, found in leaves.items() if len(found) == 1}
         read = {a for i in read_by if i not in alone for a in self.all[i].args} | {*results}
         found = sorted(i for i in alone & read if self.all[i].given is None)
         return [(i, min(leaves[i])) for i in found]
 
-    def function(self, index: int, inputs: Sequence[int]) -> Callable[..., Array]:
+    def function(
+        self, index: int, inputs: Sequence[int], numbers: NumbersOfLength
+    ) -> Callable[..., Array]:
         """Returns an expression of one element as a function of inputs and a leaf.
 
         Args:
           index: its id, one of `of_one_element`.
           inputs: the numbers of the inputs.
+          numbers: those that depend on lengths, of which it reads none.
         """
 
         def run(*given: Array) -> Array:
@@ -267,13 +285,22 @@ class Expressions:
             for i in self.read_by([index]):
                 x = self.all[i]
                 if x.given is not None:
-                    values[i] = leaf if x.given[0] == "element" else by_number[x.given[1]]
+                    is_leaf = x.given[0] == "element"
+                    values[i] = leaf if is_leaf else _given(i, x, by_number, (), numbers)
                 else:
-                    assert x.run is not None
-                    values[i] = x.value_of(x.run(*(values[a] for a in x.args)))
+                    run_one = x.run or x.array
+                    assert run_one is not None
+                    values[i] = x.value_of(run_one(*(values[a] for a in x.args)))
             return values[index]
 
         return run
+
+    def _is_fixed(self, index: int, numbers: NumbersOfLength) -> bool:
+        """Returns whether an operation is the same for all lengths, apart from what it reads."""
+        x = self.all[index]
+        if x.array is None:
+            return x.run is not None
+        return not any(x.array.rows) and numbers.are_fixed(index)
 
     def inputs_of(self, index: int) -> list[int]:
         """The numbers of the inputs that an expression depends on."""
@@ -292,8 +319,7 @@ class Expressions:
             return False
         for index in self.read_by(results, known):
             x = self.all[index]
-            sums = x.reduction is not None and x.reduction[0] == "add"
-            if index not in known and part in (x.args[1:] if sums else x.args):
+            if index not in known and part in (x.args[1:] if x.reduction == "add" else x.args):
                 return False
         return True
 
@@ -354,9 +380,11 @@ class Expressions:
                     values[index] = functools.reduce(lax.add, [*base, values[x.args[0]]])
                 elif x.array is not None:
                     if x.array not in made:
-                        read = [values[a] for a in x.args]
-                        made[x.array] = arrays[x.array].run(
-                            read, lengths, capacity, guarded, positioned
+                        read, padded = [values[a] for a in x.args], arrays.get(x.array)
+                        made[x.array] = (
+                            x.array(*read)
+                            if padded is None
+                            else padded.run(read, lengths, capacity, guarded, positioned)
                         )
                     values[index] = x.value_of(made[x.array])
                 elif x.row_of is not None:
@@ -414,14 +442,15 @@ class Expressions:
             x = self.all[index]
             operands = [] if index in parts else [types[a] for a in x.args]
             types[index] = jax.ShapeDtypeStruct(x.shape, x.dtype)
-            if x.array is not None:
+            reads_ragged = any(is_ragged(t.shape) for t in operands)
+            if x.row_of is not None:
+                types[index] = rows_of(operands[0], x.row_of, lengths[self._list_of(index)])
+            elif x.array is None and reads_ragged:
+                raise CannotMergeError("an element meets an array of all of them")
+            elif x.array is not None and (reads_ragged or not self._is_fixed(index, numbers)):
                 if x.array not in padded:
                     padded[x.array] = PaddedOperation(x.array, numbers.of[index], operands, lengths)
                 types[index] = x.value_of(padded[x.array].results)
-            elif x.row_of is not None:
-                types[index] = rows_of(operands[0], x.row_of, lengths[self._list_of(index)])
-            elif any(is_ragged(t.shape) for t in operands):
-                raise CannotMergeError("an element meets an array of all of them")
         if any(is_ragged(types[index].shape) for index in results):
             raise CannotMergeError("a result is an array of all elements")
         return padded
@@ -451,20 +480,9 @@ def _given(
 ) -> Array:
     """The value of an expression that is neither computed nor of an element."""
     assert x.given is not None
-    kind, *where = x.given
-    if kind == "input":
-        (k,) = where
-        return inputs[k]
-    if kind == "number":
-        (number,) = numbers.of[index]
-        if len(number.coefficients) == 1:
-            return jnp.asarray(number.of(0), x.dtype)
-        return jnp.asarray(number.at([n.astype(x.dtype) for n in lengths]), x.dtype)
-    return _number(x.given, lengths, x.dtype)
-
-
-def _number(given: tuple[Any, ...], lengths: Sequence[Array], dtype: Dtype) -> Array:
-    """A number that is made of a length."""
-    kind, each, of = given
-    number = each * lengths[of].astype(dtype)
-    return number if kind == "length" else 1 / number
+    if x.given[0] == "input":
+        return inputs[x.given[1]]
+    (number,) = numbers.of[index]
+    if number.is_fixed:
+        return jnp.asarray(number.of(0), x.dtype)
+    return jnp.asarray(number.at([n.astype(x.dtype) for n in lengths]), x.dtype)

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._jaxpr.monoids import JOINED_BY, identity_of
+from jedbatch._jaxpr.monoids import JOINED_BY
 from jedbatch._support.types import Array
 
 MAX_UNROLLED = 64  # steps of a chain that are compiled one by one
@@ -31,31 +31,9 @@ def without_others(x: Array, exists: Array) -> Array:
     return jnp.where(flags_of_rows(exists, x), x, lax.stop_gradient(x))
 
 
-def filled(op: str, x: Array, exists: Array) -> Array:
-    """x, with what changes nothing in the rows that do not exist."""
-    return jnp.where(flags_of_rows(exists, x), x, identity_of(op, x.dtype))
-
-
-def _reduced_rows(op: str, axes: tuple[int, ...], x: Array, exists: Array) -> Array:
-    return lax.reduce(filled(op, x, exists), identity_of(op, x.dtype), JOINED_BY[op], axes)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _extreme(op: str, axes: tuple[int, ...], x: Array, exists: Array) -> Array:
-    """The maximum or minimum of the rows that exist, over some axes, of which one is that."""
-    return _reduced_rows(op, axes, x, exists)
-
-
-@_extreme.defjvp
-def _extreme_jvp(
-    op: str, axes: tuple[int, ...], primals: tuple, tangents: tuple
-) -> tuple[Array, Array]:
-    """Those that are equal to it share the cotangent, but none that does not exist."""
-    x, exists = primals
-    total = _extreme(op, axes, x, exists)
-    equal = flags_of_rows(exists, x) & (x == jnp.expand_dims(total, axes))
-    moved = jnp.where(equal, tangents[0], 0).sum(axes)
-    return total, moved / equal.sum(axes).astype(moved.dtype)
+def _sum(x: Array, exists: Array) -> Array:
+    zero = np.zeros((), x.dtype)
+    return lax.reduce(jnp.where(flags_of_rows(exists, x), x, zero), zero, lax.add, (0,))
 
 
 @jax.custom_jvp
@@ -75,21 +53,12 @@ def _sum_of_few_jvp(primals: tuple, tangents: tuple) -> tuple[Array, Array]:
     return _sum_of_few(x, exists), jnp.where(flags_of_rows(exists, x), tangents[0], 0).sum(0)
 
 
-def reduced(
-    reduction: tuple[str, bool, tuple[int, ...]], values: Sequence[Array], exists: Array
-) -> Array:
+def reduced(op: str, values: Sequence[Array], exists: Array) -> Array:
     """The reduction of the elements that exist, after a base (see `Expression.reduction`)."""
-    op, rows, axes = reduction
-    all_axes = (0, *(axis + 1 for axis in axes))
     join, (x, *base) = JOINED_BY[op], values
-    if rows and op in ("max", "min") and has_gradient(x.dtype):
-        total = _extreme(op, all_axes, x, exists)
-        return join(*base, total) if base else total
-    if op == "add" and len(exists) <= MAX_SUMMED_ONE_BY_ONE and x.dtype in (np.float32, np.float64):
-        total = _sum_of_few(x, exists)
-        return join(*base, total) if base else total
-    if rows or op == "add":
-        total = _reduced_rows(op, all_axes, x, exists)
+    if op == "add":
+        few = len(exists) <= MAX_SUMMED_ONE_BY_ONE and x.dtype in (np.float32, np.float64)
+        total = _sum_of_few(x, exists) if few else _sum(x, exists)
         return join(*base, total) if base else total
     total, begin = (base[0], 0) if base else (x[0], 1)
 

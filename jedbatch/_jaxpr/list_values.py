@@ -1,6 +1,6 @@
 """The values of a program of a list, as what they are for lists of any length (see `rolling`)."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class CannotRollError(Exception):
@@ -8,13 +8,7 @@ class CannotRollError(Exception):
 
 
 class Single(NamedTuple):
-    """A value that is computed once."""
-
-    id: int
-
-
-class Whole(NamedTuple):
-    """An array that is made of all elements; its shape may depend on how many there are."""
+    """A value that is computed once; its shape may depend on how many elements there are."""
 
     id: int
 
@@ -36,19 +30,15 @@ class Chain(NamedTuple):
 
 
 class StackedElements(NamedTuple):
-    """An array that has one row for each element along an axis, or so many as each has there.
-
-    An element's part has that axis if there are rows of `each`; if that is None, it does not.
-    """
+    """An array that has one row for each element along an axis, and each as it is."""
 
     id: int
     axis: int
-    each: int | None = None
 
 
-class StackedRange(NamedTuple):
-    """An array of the elements from number `first` to `end`, without the last."""
+class Parts(NamedTuple):
+    """Values that are stacked, or concatenated, along an axis."""
 
-    whole: StackedElements
-    first: int
-    end: int
+    values: tuple[Any, ...]
+    axis: int
+    is_stack: bool

@@ -90,7 +90,7 @@ def padded(closed, x):
 def in_lists(closed, x):
     (eqn,) = closed.jaxpr.eqns
     exists = jnp.arange(ROOM) < EXIST
-    return reduced((monoids.REDUCTIONS[eqn.primitive.name], True, ()), [x], exists)
+    return reduced(monoids.REDUCTIONS[eqn.primitive.name], [x], exists)
 
 
 ROUNDED = {name for name, monoid in monoids.MONOIDS.items() if monoid in ("add", "mul")}

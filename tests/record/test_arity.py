@@ -157,14 +157,14 @@ def rows(w, x, *states):
 UNLIKE = [difference, by_position, some, rows]
 
 
-def rolled(expressions, cell, length, counts, numbers=None):
+def rolled(expressions, cell, length, numbers=None):
     """The ids of the results of a cell of so many states, of which `numbers` is told."""
     states = [(jnp.ones(2), jnp.ones(2))] * length
     program = jax.make_jaxpr(lambda w, x, states: cell(w, x, *states))(W, jnp.ones(2), states)
     program = inlined(program)
     elements = [("element", leaf, k) for k in range(length) for leaf in range(2)]
     roles = [("input", 0), ("input", 1), *elements]
-    roller = Roller(expressions, program, roles, (length,), counts)
+    roller = Roller(expressions, program, roles, (length,))
     results = roller.results()
     if numbers is not None:
         numbers[length,] = roller.numbers
@@ -234,7 +234,7 @@ def test_numbers_in_cells_that_follow_from_the_length():
 def test_programs_of_lists_are_rolled_up(cell):
     expressions = Expressions(Keys().params_key)
     numbers = {}
-    results = {rolled(expressions, cell, length, True, numbers) for length in (3, 4, 5, 7)}
+    results = {rolled(expressions, cell, length, numbers) for length in (3, 4, 5, 7)}
     assert len(results) == 1
     states = parts(expressions)
     program = expressions.program(
@@ -273,7 +273,8 @@ def test_lists_that_are_only_summed():
     """Of these the program takes the sum, but not where an element has another use."""
     expressions = Expressions(Keys().params_key)
     numbers = {}
-    only = {cell: rolled(expressions, cell, 3, True, numbers) for cell in (child_sum, looked_up)}
+    only = {cell: rolled(expressions, cell, 3, numbers) for cell in (child_sum, looked_up)}
+    rolled(expressions, looked_up, 4, numbers)
     states = parts(expressions)
     leaves = {c: [expressions.is_only_summed(r, part) for part in states] for c, r in only.items()}
     assert leaves == {looked_up: [True, True], child_sum: [False, False]}  # the other is not read
@@ -293,29 +294,34 @@ def test_operations_with_many_results_run_once():
         first, second = jnp.split(sum(h for h, _ in states) @ w, 2)
         return first * second, sum(jnp.split(c, 2)[0] for _, c in states)
 
-    expressions = Expressions(Keys().params_key)
-    results = rolled(expressions, in_parts, 3, counts=True)
+    expressions, numbers = Expressions(Keys().params_key), {}
+    results = rolled(expressions, in_parts, 3, numbers)
     states = parts(expressions)
-    program = expressions.program(results, [0, 1], summed=[False] * 2, capacity=4, parts=states)
+    known = numbers_of_length(numbers)
+    program = expressions.program(results, [0, 1], [False] * 2, 4, states, known)
     args = [W, jnp.ones(2)], [jnp.ones(2)] * 8, [jnp.int32(3)]
     names = [eqn.primitive.name for eqn in jax.make_jaxpr(program)(*args).jaxpr.eqns]
     assert names.count("split") == 2
     assert_close((*program(*args),), in_parts(W, None, *[(jnp.ones(2),) * 2] * 3), 1e-6)
 
 
-@pytest.mark.parametrize("cell", [child_sum, attention, together, looked_up, end_to_end])
+@pytest.mark.parametrize("cell", [child_sum, attention, together, looked_up])
 def test_programs_of_one_element_are_recognized(cell):
     """They have no reductions; what is said of longer lists is what they do, and of others not."""
     expressions = Expressions(Keys().params_key)
     of_several = {}
-    several, _ = (rolled(expressions, cell, n, True, of_several) for n in (3, 4))
+    several, _ = (rolled(expressions, cell, n, of_several) for n in (3, 4))
     numbers = numbers_of_length(of_several)
-    one = rolled(expressions, cell, 1, counts=False)
-    assert expressions.are_of_one(one, several, numbers)
+
+    def are_of_one(cell):
+        own = {}
+        one = rolled(expressions, cell, 1, own)
+        return expressions.are_of_one(one, own[1,], several, numbers)
+
+    assert are_of_one(cell)
     for other in ALIKE:
         if other is not cell:
-            others = rolled(expressions, other, 1, counts=False)
-            assert not expressions.are_of_one(others, several, numbers)
+            assert not are_of_one(other)
 
 
 @pytest.mark.parametrize("cell", UNLIKE)
@@ -324,7 +330,7 @@ def test_what_differs_by_more_than_length_is_no_list(cell):
     found = set()
     for length in (3, 4, 7):
         try:
-            found.add(rolled(expressions, cell, length, counts=True))
+            found.add(rolled(expressions, cell, length))
         except CannotRollError:
             found.add(length)
     assert len(found) == 3

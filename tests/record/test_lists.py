@@ -250,7 +250,7 @@ def test_what_is_done_along_a_list_is_what_jax_does(name, put_together, elements
     for length in {2, 3, 4} - {given.shape[1]}:
         roles = [("element", 0, k) for k in range(length)]
         traced = inlined(jax.make_jaxpr(program)(*given[:length]))
-        roller = Roller(expressions, traced, roles, (length,), True)
+        roller = Roller(expressions, traced, roles, (length,))
         results.add(roller.results(listed))
         numbers[length,] = roller.numbers
     (result,) = results

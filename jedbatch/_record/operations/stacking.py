@@ -37,7 +37,7 @@ class StackAxis(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _stack_axis_of(node_type: NodeType) -> StackAxis | None:
+def stack_axis(node_type: NodeType) -> StackAxis | None:
     """Returns how a type of nodes stacks its operands; None if it does something else."""
     if node_type.name not in MAKES_STACKS or node_type.shared or not node_type.operands:
         return None
@@ -174,9 +174,7 @@ class Stacking:
     def _way(self, value: int) -> StackAxis | None:
         """Returns how a value is a stack of others; None if it is none."""
         maker = self._maker(value)
-        return (
-            None if maker is None else _stack_axis_of(self._recorder.registry.node_types[maker[0]])
-        )
+        return None if maker is None else stack_axis(self._recorder.registry.node_types[maker[0]])
 
     def _parts(self, value: int, way: StackAxis) -> list[int]:
         """Returns the parts of a stack, which JAX makes of stacks of several each."""

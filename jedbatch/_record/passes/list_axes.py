@@ -1,14 +1,29 @@
-"""The axes of arrays that have a row for each element of a list."""
+"""The axes of arrays that have a row for each element of a list.
 
-from collections.abc import Hashable, Mapping, Sequence
+An axis that is as long as the list is that of the elements, if no other extent equals the length.
+Else JAX says which it is: the axis of the operands gets a symbol for its extent, and numbers in the
+program that are the length become this symbol too, the fewest with which all shapes are right.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import export
+from jax.extend.core import Var
 
 from jedbatch._graph.types import ValueType, operation_of
-from jedbatch._jaxpr.interpret import inlined
-from jedbatch._jaxpr.list_expressions import Expressions
-from jedbatch._jaxpr.rolling import CannotRollError, Roller
-from jedbatch._jaxpr.symbolic_dims import is_ragged
+from jedbatch._jaxpr.interpret import inlined, inner_programs
+from jedbatch._jaxpr.list_arrays import NOT_FOR_ALL_LENGTHS, length_symbol
+from jedbatch._jaxpr.padding.axis_rules import is_elementwise
+from jedbatch._jaxpr.symbolic_dims import is_ragged, make_symbol, ragged_axes
+from jedbatch._jaxpr.versions import ClosedProgram, Equation
 from jedbatch._record.types.registry import Registry
+from jedbatch._support.types import AxisSize
 
+MOST_TRIED = 64  # shapes for the operations of a program
 Axes = Mapping[int, int]  # by the length of a list, the axis that is as long
 
 
@@ -18,7 +33,7 @@ def has_extent(value_type: ValueType, extent: int) -> bool:
 
 
 class ListAxes:
-    """Finds the axes of lists: by extents, or by rolling up programs where these do not tell."""
+    """Finds the axes of lists: by extents, or by symbolic shapes where these do not tell."""
 
     def __init__(self, registry: Registry):
         self._registry = registry
@@ -79,26 +94,76 @@ class ListAxes:
             return axes, told
         with_rows = [0 if k in inputs else axis for k, axis in enumerate(axes)]
         for operands in (axes, with_rows) if inputs else (axes,):
-            roles: list[tuple] = [("input", k) for k in range(len(of.shared))]
-            roles += [
-                ("input", len(of.shared) + k) if axis is None else ("rows", k, axis)
-                for k, axis in enumerate(operands)
-            ]
-            results = self.of_results(node_type, roles, (length,))
+            key = node_type, length, *operands
+            if key not in self._axes:
+                unknown = [None] * len(of.shared)
+                program = inlined(operation_of(of).jaxpr)
+                self._axes[key] = _axes_of_results(program, [*unknown, *operands], length)
+            results = self._axes[key]
             if results is not None:
                 return operands, results
         return axes, told
 
-    def of_results(
-        self, node_type: int, roles: list[tuple], lengths: tuple[int, ...]
-    ) -> tuple[int | None, ...] | None:
-        """Returns the axes of results, by rolling up the program; None if it cannot be."""
-        key = node_type, *roles
-        if key not in self._axes:
-            program = inlined(operation_of(self._registry.node_types[node_type]).jaxpr)
-            try:
-                expressions = Expressions(self._registry.keys.params_key)
-                self._axes[key] = tuple(Roller(expressions, program, roles, lengths, False).axes())
-            except CannotRollError:
-                self._axes[key] = None
-        return self._axes[key]
+
+def _axes_of_results(
+    closed: ClosedProgram, axes: Sequence[int | None], length: int
+) -> tuple[int | None, ...] | None:
+    """Returns the axes of results that are as long as a list; None if JAX does not say.
+
+    Args:
+      closed: a program.
+      axes: those of its arguments.
+      length: of the list.
+    """
+    name = length_symbol(0)
+    symbol = make_symbol(name, export.SymbolicScope([f"{name} >= 2"]))
+    types = {v: v.aval for v in closed.jaxpr.constvars}
+    for v, axis in zip(closed.jaxpr.invars, axes, strict=True):
+        shape = [symbol if k == axis else n for k, n in enumerate(v.aval.shape)]
+        types[v] = jax.ShapeDtypeStruct(tuple(shape), v.aval.dtype)
+    equations = closed.jaxpr.eqns
+    tried: list[Iterator[Sequence[Any]]] = []  # for each equation up to one, what is left to try
+    for _ in range(MOST_TRIED + len(equations)):
+        if len(tried) == len(equations):
+            break
+        tried.append(_results(equations[len(tried)], types, length, symbol))
+        while tried:
+            results = next(tried[-1], None)
+            if results is not None:
+                types.update(zip(equations[len(tried) - 1].outvars, results, strict=True))
+                break
+            tried.pop()
+        if not tried:
+            return None
+    if len(tried) < len(equations):
+        return None
+    found = []
+    for v in closed.jaxpr.outvars:
+        ragged = ragged_axes(types[v].shape) if isinstance(v, Var) else ()
+        if len(ragged) > 1:
+            return None
+        found.append(ragged[0] if ragged else None)
+    return tuple(found)
+
+
+def _results(
+    eqn: Equation, types: Mapping[Var, Any], length: int, symbol: AxisSize
+) -> Iterator[Sequence[Any]]:
+    """Yields the types that results of an operation may have, those with fewest symbols first."""
+    operands = [types[v] if isinstance(v, Var) else v.aval for v in eqn.invars]
+    ragged = [x for x in operands if is_ragged(x.shape)]
+    if not ragged:
+        yield [v.aval for v in eqn.outvars]
+    if inner_programs(eqn):
+        if ragged and len(operands) == 1 and is_elementwise(eqn):
+            yield ragged
+        return
+    leaves, structure = jax.tree.flatten(eqn.params)
+    places = [k for k, x in enumerate(leaves) if type(x) is int and x == length]
+    for count in range(0 if ragged else 1, len(places) + 1):
+        for chosen in itertools.combinations(places, count):
+            changed = [symbol if k in chosen else x for k, x in enumerate(leaves)]
+            params = jax.tree.unflatten(structure, changed)
+            bind = lambda *xs, params=params: eqn.primitive.bind(*xs, **params)  # noqa: E731
+            with contextlib.suppress(*NOT_FOR_ALL_LENGTHS):
+                yield jax.make_jaxpr(bind)(*operands).out_avals

@@ -7,8 +7,8 @@ as long as a list, become nodes that read the elements: one for each use of the 
 `_record.passes.list_uses`). Such nodes share types as calls of cells that take lists do (see
 `_record.types.list_cells`).
 
-If another extent, such as that of the elements, happens to equal the length, programs are rolled up
-to see which axis is that of the list; programs that cannot be rolled up are told by extents.
+If another extent, such as that of the elements, happens to equal the length, symbolic shapes say
+which axis is that of the list (see `_record.passes.list_axes`).
 
 Where rows of a list's results are read one by one (`softmax(jnp.stack(scores))[k]`), the node
 has a result for each element, and `value[k]` is one of them.
@@ -32,10 +32,15 @@ from jax import lax
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.prune import without_unread
-from jedbatch._graph.types import NodeType, ValueType
+from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._graph.union_find import UnionFind
+from jedbatch._jaxpr.interpret import inlined
+from jedbatch._jaxpr.list_expressions import Expressions
+from jedbatch._jaxpr.padding.flat_programs import called
+from jedbatch._jaxpr.rolling import CannotRollError, Roller
 from jedbatch._jaxpr.symbolic_dims import is_ragged
-from jedbatch._record.passes.list_axes import Axes, ListAxes, has_extent
+from jedbatch._record.operations.stacking import stack_axis
+from jedbatch._record.passes.list_axes import Axes, ListAxes
 from jedbatch._record.passes.list_regions import ListRegion, RecordedNodes
 from jedbatch._record.passes.list_uses import Use, find_uses
 from jedbatch._record.passes.patterns import Pattern, pattern_call
@@ -84,10 +89,6 @@ class StackedLists:
         for t in range(self._num_seen, len(types)):
             if (axis := _stacked_axis(types[t])) is not None:
                 length = len(types[t].operands)
-                if has_extent(types[t].operands[0], length):
-                    roles: list[tuple] = [("element", 0, k) for k in range(length)]
-                    rolled = self.axes.of_results(t, roles, (length,))
-                    axis = rolled[0] or 0 if rolled else axis
                 family = types[t].name, types[t].operands[0], axis
                 self.registry.assumptions.holds("types", family, length, 1)
                 self._family[t], self._length[t], self._axis[t] = family, length, axis
@@ -136,7 +137,7 @@ class StackedLists:
         call_spec = registry.call_spec(name, key, call, shared, kinds)
         registry.lines[call_spec.node_type] = registry.lines.get(pattern.types[0], "")
         others = [0] * (len(kinds) - sum(lengths))
-        if must_roll and not self._rolls(call_spec.node_type, len(shared), lengths, len(others)):
+        if must_roll and not self._rolls(call_spec.node_type, len(shared), lengths, unstacked):
             self._call_specs[key] = None
             return None
         self._call_specs[key] = call_spec
@@ -148,14 +149,21 @@ class StackedLists:
         registry.arities.note(cell, _of_lists, (args, {}), slots, call_spec.node_type, listed)
         return call_spec
 
-    def _rolls(self, node_type: int, shared: int, lengths: Sequence[int], others: int) -> bool:
+    def _rolls(self, node_type: int, shared: int, lengths: Sequence[int], unstacked: int) -> bool:
         """Returns whether the program of a type is known to be the same for any lengths."""
+        program = inlined(operation_of(self.registry.node_types[node_type]).jaxpr, called)
         number = {n: k for k, n in enumerate(dict.fromkeys(lengths))}
         roles: list[tuple] = [("input", k) for k in range(shared)]
         for leaf, n in enumerate(lengths):
             roles += [("element", leaf, k, number[n]) for k in range(n)]
+        others = len(program.jaxpr.invars) - len(roles)
         roles += [("input", shared + k) for k in range(others)]
-        return self.axes.of_results(node_type, roles, tuple(number)) is not None
+        try:
+            expressions = Expressions(self.registry.keys.params_key)
+            Roller(expressions, program, roles, tuple(number)).results(unstacked.bit_count())
+        except CannotRollError:
+            return False
+        return True
 
 
 def _of_lists(lists: Any, others: Any) -> None:
@@ -187,20 +195,10 @@ def _with_rows(call: Callable, leaving: int, unstacked: int) -> Callable:
 
 def _stacked_axis(node_type: NodeType) -> int | None:
     """Returns the axis along which a type stacks its operands; None if it does something else."""
-    operands, results = node_type.operands, node_type.results
-    if node_type.name not in STACKS or len(results) != 1 or is_ragged(results[0].shape):
+    if node_type.name not in STACKS or len(set(node_type.operands)) != 1:
         return None
-    if len(set(operands)) != 1:
-        return None
-    shape, element = tuple(results[0].shape), tuple(operands[0].shape)
-    for axis in range(len(shape)):
-        if node_type.name == "concatenate":
-            extent, after = len(operands) * element[axis], element[axis + 1 :]
-        else:
-            extent, after = len(operands), element[axis:]
-        if extent and shape == (*element[:axis], extent, *after):
-            return axis
-    return None
+    way = None if is_ragged(node_type.operands[0].shape) else stack_axis(node_type)
+    return None if way is None else way.axis
 
 
 class _Merging(RecordedNodes):

@@ -23,6 +23,7 @@ import numpy as np
 from jedbatch._graph.operations import Operation
 from jedbatch._graph.types import NodeType, ValueType, operation_of
 from jedbatch._jaxpr.interpret import cares_for_padding, has_gradient, performs, work
+from jedbatch._jaxpr.list_arrays import NumbersOfLength
 from jedbatch._jaxpr.list_expressions import Expressions
 from jedbatch._record.cell import pause
 from jedbatch._record.identity.assumptions import Assumptions
@@ -61,6 +62,7 @@ def find_functions(
     first_shared: int,
     avals: Sequence[Any],
     elements: Sequence[Any],
+    numbers: NumbersOfLength,
 ) -> tuple[ElementFunction, ...]:
     """Returns the functions of one element that are worth being computed where it is made.
 
@@ -72,16 +74,18 @@ def find_functions(
       first_shared: the number of the input that is the first of these.
       avals: types of the shared values.
       elements: types of the leaves of an element.
+      numbers: of the expressions, those that depend on lengths.
     """
     found = []
-    for part, leaf in expressions.of_one_element(results, first_shared):
-        numbers = expressions.inputs_of(part)
-        given = [avals[k - first_shared] for k in numbers]
+    for part, leaf in expressions.of_one_element(results, first_shared, numbers):
+        inputs = expressions.inputs_of(part)
+        given = [avals[k - first_shared] for k in inputs]
         with pause():
-            program = jax.make_jaxpr(expressions.function(part, numbers))(*given, elements[leaf])
+            function = expressions.function(part, inputs, numbers)
+            program = jax.make_jaxpr(function)(*given, elements[leaf])
         (aval,) = program.out_avals
         if _is_worth_it(program):
-            of = tuple(shared[k - first_shared] for k in numbers)
+            of = tuple(shared[k - first_shared] for k in inputs)
             value_type = ValueType(aval.shape, np.dtype(aval.dtype))
             found.append(ElementFunction((key, part), part, leaf, of, value_type, program))
     return tuple(found)

@@ -17,10 +17,9 @@ soon as one of them is met, and programs have room for all: they are small, and 
 three states meet for the first time is no reason to compile.
 """
 
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -63,16 +62,17 @@ class Rolled(NamedTuple):
       node_type: its id.
       lengths: of its lists.
       roles: what its operands are, ("input", k) or ("element", leaf, position, list).
-      keys: equal for types that compute the same for lists of any length, if numbers that are a
-        length are constants, and if they are the length.
-      numbers: for each of the keys those in which such types may differ (see `list_arrays`).
+      key: equal for types that compute the same for lists of any length, apart from numbers.
+      numbers: those in which such types may differ (see `list_arrays`).
+      varying: see `Roller`.
     """
 
     node_type: int
     lengths: tuple[int, ...]
     roles: tuple[tuple, ...]
-    keys: tuple[Hashable, Hashable]
-    numbers: tuple[NumbersOf, NumbersOf]
+    key: Hashable
+    numbers: NumbersOf
+    varying: Set[int]
 
 
 class CellCalls:
@@ -132,27 +132,19 @@ class CellCalls:
             if varying := self._varying(t):  # lists of others may vary yet
                 self.rolled[t] = self._rolled(t, node_types[t], varying)
         types = [r for r in self.rolled.values() if r is not None]
-        groups: dict[tuple[Hashable, bool], list[Rolled]] = {}
-        for r, counts in itertools.product(types, (False, True)):
-            if r.keys[counts] is not None and r.keys[counts] not in self._refused:
-                groups.setdefault((r.keys[counts], counts), []).append(r)
-        alike: dict[Hashable, list[Rolled]] = {}
-        taken: set[int] = set()
-        # Those of most lengths first: others have numbers that are equal, or a length, by accident.
-        by_lengths = sorted(
-            groups.items(), key=lambda x: (-len({r.lengths for r in x[1]}), x[0][1])
-        )
-        for (key, counts), group in by_lengths:
-            same = [r for r in group if r.node_type not in taken]
-            lengths = {r.lengths for r in same}
-            long = max(map(max, lengths), default=0) > LONG
-            few = not ((many or long) and len(lengths) > 1) and not (counts and long)
-            if same and not few and (fitting := self._fitting(key, same, counts)):
-                alike[key] = fitting
-                taken.update(r.node_type for r in fitting)
-        types = [r for r in types if r.node_type not in taken]
+        groups: dict[Hashable, list[Rolled]] = {}
         for r in types:
-            if set(r.lengths) == {1}:
+            if r.key not in self._refused:
+                groups.setdefault(r.key, []).append(r)
+        alike: dict[Hashable, list[Rolled]] = {}
+        for key, same in groups.items():
+            lengths = {r.lengths for r in same}
+            long = max(map(max, lengths)) > LONG
+            if (long or (many and len(lengths) > 1)) and (fitting := self._fitting(key, same)):
+                alike[key] = fitting
+        taken = {r.node_type for same in alike.values() for r in same}
+        for r in types:
+            if set(r.lengths) == {1} and r.node_type not in taken:
                 for key, same in alike.items():
                     if self._is_of_one(r, key):
                         same.append(r)
@@ -163,29 +155,29 @@ class CellCalls:
         """Leaves types of a key as they are, whose programs cannot run with room for more."""
         self._refused.add(key)
 
-    def _fitting(self, key: Any, same: Sequence[Rolled], counts: bool) -> list[Rolled]:
+    def _fitting(self, key: Any, same: Sequence[Rolled]) -> list[Rolled]:
         """Returns the types of a key whose numbers are what they are known to be of the length."""
         known = self._numbers.get(key)
-        if known is None or not all(known.agree(r.lengths, r.numbers[counts]) for r in same):
-            numbers = {r.lengths: r.numbers[counts] for r in same}
-            found = numbers_of_length(numbers)
+        if known is None or not all(known.agree(r.lengths, r.numbers) for r in same):
+            numbers = {r.lengths: r.numbers for r in same}
+            varying = same[0].varying
+            found = numbers_of_length(numbers, varying)
             if found is None:  # as `max(n - 1, 1)` of one element is another number
-                found = numbers_of_length({n: x for n, x in numbers.items() if min(n) > 1})
+                several = {n: x for n, x in numbers.items() if min(n) > 1}
+                found = numbers_of_length(several, varying)
             if found is not None and (known is None or found.of != known.of):
                 self._numbers[key] = known = found
                 padded = self.padded_types.items()  # those of what fewer lengths had said
                 self.padded_types = {k: t for k, t in padded if k[0] != key}
-        return [r for r in same if known and known.agree(r.lengths, r.numbers[counts])]
+                self._functions.pop(key, None)
+        return [r for r in same if known and known.agree(r.lengths, r.numbers)]
 
     def _is_of_one(self, single: Rolled, key: Any) -> bool:
         """Returns whether a type of lists of one element is what a key says of such lists."""
-        counts = single.keys[False] is None
-        own: Any = single.keys[counts]
-        numbers = single.numbers[counts]
-        known = self._numbers[key]
-        if own[1:] != key[1:] or (numbers and not known.agree(single.lengths, numbers)):
-            return False
-        return self._expressions.are_of_one(own[0], key[0], known)
+        own: Any = single.key
+        return own[1:] == key[1:] and self._expressions.are_of_one(
+            own[0], single.numbers, key[0], self._numbers[key]
+        )
 
     def _find_together(self) -> tuple[frozenset[tuple], ...]:
         """Returns which arguments are lists that are long, or of which other lengths were met.
@@ -235,20 +227,16 @@ class CellCalls:
         )
         lists = tuple(r[3] for r in roles if r[2:3] == (0,))
         listed = self.listed[node_type]
-        keys: list[Hashable] = [None, None]
-        numbers: list[NumbersOf] = [{}, {}]
-        for counts in (False, True):
-            with contextlib.suppress(CannotRollError):
-                roller = Roller(self._expressions, program, [*shared, *roles], lengths, counts)
-                made = roller.results(listed)
-                ends = list(itertools.accumulate(lengths[k] for k in self._lists_of(made[:listed])))
-                first, end = [0, *ends][:listed], [0, *ends][listed]
-                kinds = tuple(of.results[k] for k in first), of.results[end:]
-                keys[counts] = made, of.shared, types, elements, kinds, lists
-                numbers[counts] = roller.numbers
-        if not any(keys):
+        roller = Roller(self._expressions, program, [*shared, *roles], lengths)
+        try:
+            made = roller.results(listed)
+        except CannotRollError:
             return None
-        return Rolled(node_type, lengths, roles, (keys[0], keys[1]), (numbers[0], numbers[1]))
+        ends = list(itertools.accumulate(lengths[k] for k in self._lists_of(made[:listed])))
+        first, end = [0, *ends][:listed], [0, *ends][listed]
+        kinds = tuple(of.results[k] for k in first), of.results[end:]
+        key = made, of.shared, types, elements, kinds, lists
+        return Rolled(node_type, lengths, roles, key, roller.numbers, roller.varying)
 
     def _lists_of(self, expressions: Iterable[int]) -> list[int]:
         """The numbers of the lists of whose elements some expressions are."""
@@ -335,7 +323,14 @@ class CellCalls:
             ]
             own_key = operation_of(of).key
             found = find_functions(
-                self._expressions, key[0], own_key, shared, len(inputs), avals, of_element
+                self._expressions,
+                key[0],
+                own_key,
+                shared,
+                len(inputs),
+                avals,
+                of_element,
+                self._numbers[key],
             )
             self._functions[key] = tuple([f for f in found if not lists[f.leaf]])
         return self._functions[key]
