@@ -47,6 +47,7 @@ class PaddedInstance:
 
     Attributes:
       types: of its arrays, with symbols for lengths; None if none of them is padded.
+      symbols: the arrays whose length each symbol is.
       lengths: the value of each symbol.
       size: the capacity of its arrays; 0 if none of them is padded.
       sizes: the capacity for each symbol.
@@ -58,8 +59,11 @@ class PaddedInstance:
 
     def __init__(self, types: RaggedTypes | None):
         self.types = types
-        symbols = {} if types is None else types.symbols
-        self.lengths = {s: types.lengths[leaves[0]] for s, leaves in symbols.items()}  # type: ignore[union-attr]
+        self.symbols: dict[str, list[int]] = {}
+        self.lengths: dict[str, int] = {}
+        if types is not None:
+            self.symbols = types.symbols
+            self.lengths = {s: types.lengths[leaves[0]] for s, leaves in types.symbols.items()}
         self.size = 0
         self.sizes: dict[str, int] = {}
         self.resize(max(map(capacity, self.lengths.values()), default=0))
@@ -75,14 +79,15 @@ class PaddedInstance:
     def pad(self, arrays: Sequence[Array]) -> list[Array]:
         """Returns the arrays of the instance, padded."""
         padded = list(arrays)
-        symbols = {} if self.types is None else self.types.symbols
-        for leaf in itertools.chain.from_iterable(symbols.values()):
+        for leaf in itertools.chain.from_iterable(self.symbols.values()):
             x = padded[leaf] if isinstance(padded[leaf], Tracer) else fetched(padded[leaf])
             padded[leaf] = padded_rows(x, (self.size, *x.shape[1:]))
         return padded
 
     def cut(self, value: np.ndarray, shape: Sequence[Any]) -> np.ndarray:
-        """Returns the rows that exist of a value whose shape has symbols."""
+        """Returns the rows that exist of a value, given its shape with symbols."""
+        if not is_ragged(shape):
+            return value
         return value[tuple(map(slice, shape_at(shape, self.lengths)))]
 
     def results(self, types: Sequence[Kind]) -> tuple[tuple[Kind, ...], dict[int, PaddedPlace]]:
@@ -120,25 +125,26 @@ def padded_instances(
     Raises:
       GuardFailed: there is another bound of lengths from now on.
     """
-    types: list[RaggedTypes | None] = [None] * len(instances)
+    types: Sequence[RaggedTypes | None] = [None] * len(instances)
     if any(x.ndim for own in arrays for x in own):
         keys = [keyed(i, instance, classes)[0] for i, instance in enumerate(instances)]
         types = cache.look(keys, arrays)
     if cache.constants.are_looked_for is None and _has_many_lengths(cache):
         cache.constants.begin()
     has_constants = bool(cache.constants.are_looked_for) and not cache.lengths.off
-    found: list[PaddedInstance | None] = []
-    for known in types:
-        leaves = itertools.chain.from_iterable(known.symbols.values()) if known else ()
-        if known is not None and not all(known.lengths[leaf] for leaf in leaves):
-            known = None
-        found.append(PaddedInstance(known) if known is not None or has_constants else None)
+    types = [None if own is None or _is_empty(own) else own for own in types]
+    found = [PaddedInstance(own) if own or has_constants else None for own in types]
     size = 0  # of longer ones
     for own in sorted([x for x in found if x and x.size], key=lambda x: -x.size):
         if own.size < size <= MOST_PADDED * own.size:
             own.resize(size)
         size = own.size
     return found
+
+
+def _is_empty(types: RaggedTypes) -> bool:
+    """Returns whether an instance has an empty array among those of any length."""
+    return any(types.lengths[leaves[0]] == 0 for leaves in types.symbols.values())
 
 
 def _has_many_lengths(cache: RecordCache) -> bool:
@@ -213,7 +219,7 @@ class PaddedNodes:
         own.lengths[symbol] = count
         own.sizes.setdefault(symbol, max(own.size, capacity(count)))
         padded = padded_kind(ValueType(*kind), own.sizes)
-        rows = padded_rows(fetched(x), padded.shape)
+        rows = np.array(padded_rows(fetched(x), padded.shape))  # which nobody changes
         index = recorder.new_input(registry.group("value", *registry.kinds_of([padded])), rows)
         return Value(recorder, index, registry.value_type(*kind))
 

@@ -124,7 +124,7 @@ class Stepwise:
             learned = cache.learn(own.types, own.asked, error)
             if learned or (own.types and cache.lengths.join_equal(own.types, error)):
                 return results
-            if len(own.lengths) > len(own.types.symbols if own.types else ()):
+            if len(own.lengths) > len(own.symbols):
                 cache.constants.refuse([])
             else:
                 cache.lengths.give_up(error, own.types)
@@ -141,9 +141,8 @@ class Stepwise:
 
     def refuse_lengths(self, own: PaddedInstance, error: Exception) -> None:
         """Has an instance that raised an error be recorded again, by its shapes in the end."""
-        if not of_lengths(error, own.asked) or not self.session.records.learn(
-            own.types, own.asked, error
-        ):
+        learn, asked = self.session.records.learn, own.asked
+        if not (of_lengths(error, asked) and learn(own.types, asked, error)):
             self._refused = own, error
             self.padded = [None] * len(self.padded)
         raise GuardFailed
