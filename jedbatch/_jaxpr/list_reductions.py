@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from jedbatch._jaxpr.interpret import has_gradient
-from jedbatch._jaxpr.monoids import JOINED_BY
+from jedbatch._jaxpr.monoids import JOINED_BY, identity_of
 from jedbatch._support.types import Array
 
 MAX_UNROLLED = 64  # steps of a chain that are compiled one by one
@@ -32,7 +32,7 @@ def without_others(x: Array, exists: Array) -> Array:
 
 
 def _sum(x: Array, exists: Array) -> Array:
-    zero = np.zeros((), x.dtype)
+    zero = identity_of("add", x.dtype)
     return lax.reduce(jnp.where(flags_of_rows(exists, x), x, zero), zero, lax.add, (0,))
 
 

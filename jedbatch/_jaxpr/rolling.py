@@ -325,6 +325,8 @@ class Roller:
     def _without_axis(self, index: int, axis: int) -> int:
         """An expression without an axis along which it has one entry."""
         shape = self.expressions.all[index].shape
+        if shape[axis : axis + 1] != (1,):  # as of rows of a table, of which there is one by chance
+            raise CannotRollError("an array has other rows than one for each element")
         shape = (*shape[:axis], *shape[axis + 1 :])
         run = lambda value: [value.reshape(shape)]  # noqa: E731
         return self.expressions.operation(("reshape", shape), run, [index])[0]
