@@ -36,7 +36,7 @@ class StackedElements(NamedTuple):
     axis: int
 
 
-class Parts(NamedTuple):
+class JoinedValues(NamedTuple):
     """Values that are stacked, or concatenated, along an axis."""
 
     values: tuple[Any, ...]

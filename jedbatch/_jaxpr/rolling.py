@@ -52,7 +52,7 @@ from jedbatch._jaxpr.list_values import (
     CannotRollError,
     Chain,
     Element,
-    Parts,
+    JoinedValues,
     Single,
     StackedElements,
 )
@@ -166,7 +166,7 @@ class Roller:
     def _array(self, atom: Any) -> Any:
         """The same, as an array if it is put together of several."""
         value = self._read(atom)
-        if isinstance(value, Parts):
+        if isinstance(value, JoinedValues):
             value = self.env[atom] = self._put_together(value, atom.aval)
         return value
 
@@ -199,7 +199,7 @@ class Roller:
         name = eqn.primitive.name
         if name in ("stack", "concatenate"):
             parts = list(map(self._read, eqn.invars))
-            if any(isinstance(x, Element | Parts) for x in parts):
+            if any(isinstance(x, Element | JoinedValues) for x in parts):
                 return [self._together(eqn, parts)]
         values = list(map(self._array, eqn.invars))
         chain = self._chain(CHAINS.get(name), values)
@@ -263,17 +263,19 @@ class Roller:
 
     # --- arrays of elements ---
 
-    def _together(self, eqn: Equation, values: Sequence[Any]) -> Parts:
+    def _together(self, eqn: Equation, values: Sequence[Any]) -> JoinedValues:
         """Values put together; `jnp.array` does so with some at a time."""
         is_stack = eqn.primitive.name == "stack"
         axis = eqn.params["axis" if is_stack else "dimension"]
         parts: list[Any] = []
         for atom, x in zip(eqn.invars, values, strict=True):
-            goes_on = isinstance(x, Parts) and not (x.is_stack or is_stack) and x.axis == axis
+            goes_on = (
+                isinstance(x, JoinedValues) and not (x.is_stack or is_stack) and x.axis == axis
+            )
             parts += x.values if goes_on else [self._array(atom)]
-        return Parts(tuple(parts), axis, is_stack)
+        return JoinedValues(tuple(parts), axis, is_stack)
 
-    def _put_together(self, x: Parts, aval: Any) -> Any:
+    def _put_together(self, x: JoinedValues, aval: Any) -> Any:
         """An array of elements in a row, and of other things."""
         parts, is_one = [], []
         for of, same in itertools.groupby(x.values, lambda x: isinstance(x, Element) and (x.id,)):
