@@ -29,6 +29,7 @@ from jedbatch._jaxpr.transfers import unguarded
 from jedbatch._layout.layout import Layout
 from jedbatch._program.host_arrays import rows_apart, rows_of_inputs
 from jedbatch._program.output_spec import OutputSpec, PaddedPlace
+from jedbatch._ragged.padded_records import padded_results
 from jedbatch._record.cell import pause, recording
 from jedbatch._record.instances.arrays import flatten
 from jedbatch._record.operations.failures import lost_gradient
@@ -195,7 +196,9 @@ class Attempt:
             self._call.check_lengths(own)
         references = tuple(r for r, _ in outputs_found)
         kinds: tuple[tuple, ...] = tuple(t for _, t in outputs_found)
-        kinds, padded = (kinds, {}) if own is None else own.results(kinds)
+        padded: Mapping[int, PaddedPlace] = {}
+        if own is not None:
+            padded, kinds = padded_results(kinds, own.lengths, own.sizes)
         self._results[instance] = InstanceResult(structure, kinds, references, padded)
 
     def _turn_to(self, instance: int) -> None:

@@ -21,10 +21,9 @@ from jax.core import Tracer
 
 from jedbatch._graph.types import LENGTH, ValueType
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
-from jedbatch._jaxpr.storage import Kind, is_key
+from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import Questions, is_ragged, note_questions_in, shape_at
 from jedbatch._jaxpr.transfers import fetched
-from jedbatch._program.output_spec import PaddedPlace
 from jedbatch._ragged.lengths import RaggedTypes
 from jedbatch._ragged.padded_graphs import padded_rows
 from jedbatch._ragged.padded_programs import PaddedProgram, capacities
@@ -90,16 +89,6 @@ class PaddedInstance:
             return value
         return value[tuple(map(slice, shape_at(shape, self.lengths)))]
 
-    def results(self, types: Sequence[Kind]) -> tuple[tuple[Kind, ...], dict[int, PaddedPlace]]:
-        """Returns the types of results, and by position the places of those that are padded."""
-        kinds, places = [], {}
-        for position, (shape, dtype) in enumerate(types):
-            if is_ragged(shape):
-                padded, shape = shape_at(shape, self.sizes), shape_at(shape, self.lengths)
-                places[position] = PaddedPlace(0, (padded, dtype), shape)
-            kinds.append((shape, dtype))
-        return tuple(kinds), places
-
 
 def capacity(length: int) -> int:
     """Returns the capacity of an array of some length."""
@@ -153,7 +142,7 @@ def _has_many_lengths(cache: RecordCache) -> bool:
 
 
 class PaddedNodes:
-    """What instances record, padded.
+    """Pads what instances record.
 
     Attributes:
       instances: each as it is padded; None for one without arrays of any length.

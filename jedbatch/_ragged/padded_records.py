@@ -8,7 +8,7 @@ depend neither on the tree nor, but for a few capacities, on how long the arrays
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -201,7 +201,10 @@ class Padding:
         whole, added = padded_graph(self.regions, graph, instances)
         records = []
         for k, (record, lengths, sizes) in enumerate(new):
-            places, kinds = _results(record, lengths, sizes)
+            length = dict(zip(record.leaves, lengths, strict=True))
+            size = dict(zip(record.leaves, sizes, strict=True))
+            elsewhere = {position for position, _, _ in record.ragged}
+            places, kinds = padded_results(record.types, length, size, elsewhere)
             records.append(
                 PaddedRecord(
                     whole,
@@ -221,19 +224,26 @@ class Padding:
         return records
 
 
-def _results(
-    record: AnyLengthRecord, lengths: Sequence[int], sizes: Sequence[int]
+def padded_results(
+    types: Sequence[Kind],
+    lengths: Mapping[str, int],
+    sizes: Mapping[str, int],
+    elsewhere: Collection[int] = (),
 ) -> tuple[dict[int, PaddedPlace], tuple[Kind, ...]]:
-    """Returns (the ragged results that arrays of the graph are, types of all results)."""
-    elsewhere = {position for position, _, _ in record.ragged}
-    value = dict(zip(record.leaves, lengths, strict=True))
-    capacity = dict(zip(record.leaves, sizes, strict=True))
+    """Returns (the ragged results that arrays of the graph are, types of all results).
+
+    Args:
+      types: of the results, with symbols for lengths.
+      lengths: the value of each symbol.
+      sizes: the capacity for each.
+      elsewhere: the positions of ragged results that no arrays of the graph are.
+    """
     places: dict[int, PaddedPlace] = {}
     kinds: list[Kind] = []
-    for position, (shape, dtype) in enumerate(record.types):
+    for position, (shape, dtype) in enumerate(types):
         if position not in elsewhere and is_ragged(shape):
-            padded = shape_at(shape, capacity)
-            shape = shape_at(shape, value)
+            padded = shape_at(shape, sizes)
+            shape = shape_at(shape, lengths)
             places[position] = PaddedPlace(0, (padded, dtype), shape)
         kinds.append((shape, dtype))
     return places, tuple(kinds)
