@@ -62,7 +62,7 @@ class PaddedInstance:
         self.lengths: dict[str, int] = {}
         if types is not None:
             self.symbols = types.symbols
-            self.lengths = {s: types.lengths[leaves[0]] for s, leaves in types.symbols.items()}
+            self.lengths = types.length_of
         self.size = 0
         self.sizes: dict[str, int] = {}
         self.resize(max(map(capacity, self.lengths.values()), default=0))

@@ -14,6 +14,10 @@ both arrays have one symbol; where not, the instance is recorded by itself, or b
 fails. So the key of an instance says which of its lengths must be equal, and no record is used for
 an instance that it does not hold for.
 
+Where Python asks how long arrays are, as `range(len(x))` does, it is told, and what is recorded is
+for instances of these lengths only. Nodes still have symbols in their types, which those of other
+lengths share.
+
 An instance with an operation that has no rule for lengths is recorded by its shapes, as are all
 with the same key; others are not.
 """
@@ -70,6 +74,7 @@ class RaggedTypes(NamedTuple):
       family: of the instance.
       lengths: of its arrays; -1 for numbers.
       alike: equal for instances that are recorded alike, whatever their lengths.
+      is_told: whether Python is told the lengths if it asks.
     """
 
     key: Hashable
@@ -78,6 +83,17 @@ class RaggedTypes(NamedTuple):
     family: LengthFamily
     lengths: list[int]
     alike: Alike
+    is_told: bool = False
+
+    @property
+    def key_if_told(self) -> Hashable:
+        """What decides the graph if Python has been told the lengths: it is for these alone."""
+        return self.key and (self.key, *self.lengths)
+
+    @property
+    def length_of(self) -> dict[str, int]:
+        """The value of each symbol."""
+        return {s: self.lengths[leaves[0]] for s, leaves in self.symbols.items()}
 
 
 class Lengths:
@@ -96,6 +112,7 @@ class Lengths:
       apart: why some instances of those looked at last are told apart by their lengths, if any are;
         it names them, unless all are.
       are_some_apart: whether some are, for a reason besides lengths that are compared.
+      why_told: why Python is told the lengths of instances; None as long as it has not asked.
     """
 
     def __init__(self, families: dict[Hashable, LengthFamily], assumptions: Assumptions):
@@ -116,6 +133,9 @@ class Lengths:
         self._ragged_types: dict[tuple, ArrayType] = Memory(MAX_RAGGED_TYPES)
         self._apart: dict[Alike, str] = {}  # why instances are recorded by their shapes
         self._in_vain = 0  # instances that could not be recorded since one that could
+        self.why_told: str | None = None
+        self._are_all_told = False
+        self._num_told = 0  # instances that could not be recorded since Python asked
         self.apart: str | None = None
         self.are_some_apart = False
 
@@ -242,10 +262,11 @@ class Lengths:
             known = self._symbolic(scope, family, lengths, ragged, equal)
             family.known[decisive] = known
         types, symbols, classes = known
+        is_told = self._are_all_told or family.is_told
         key: Hashable = None
         if general is not None:
             key = ("ragged", scope, general, classes, which)
-        return RaggedTypes(key, types, symbols, family, lengths, (general, equal))
+        return RaggedTypes(key, types, symbols, family, lengths, (general, equal), is_told)
 
     def _symbolic(
         self,
@@ -372,6 +393,24 @@ class Lengths:
             family.supposed += new
             self._assumptions.fail("lengths")
         return bool(new)
+
+    def tell(self, recorded: RaggedTypes, asked: Questions, error: Exception) -> bool:
+        """Has Python be told lengths of instances of a family; False if they are no reason.
+
+        Args:
+          recorded: the types of one that could not be recorded.
+          asked: what was asked about lengths meanwhile.
+          error: why it could not.
+        """
+        is_decided = asked.refused or asked.hashed or isinstance(error, LengthDecisionError)
+        if recorded.is_told or not is_decided:
+            return False
+        recorded.family.is_told = True
+        self.why_told = self.why_told or _reason(error)
+        self._num_told += 1
+        self._are_all_told |= self._num_told > MOST_IN_VAIN
+        self._assumptions.fail("lengths")
+        return True
 
     def note_short(self, types: RaggedTypes) -> None:
         """Has instances with the same empty arrays recorded by their shapes from now on.

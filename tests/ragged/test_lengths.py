@@ -280,7 +280,7 @@ def odd_one(weight, instance):
     if mark == 1:
         return jnp.real(jnp.fft.fft(x, axis=0)).sum() * weight.sum()
     if mark == 2:
-        return sum(x[i].sum() * i for i in range(len(x))) * weight.sum()
+        return jnp.linalg.norm(x, 2) * weight.sum()
     return jnp.tanh(x @ weight).sum()
 
 
@@ -304,7 +304,7 @@ def test_an_instance_without_a_rule_for_lengths_runs_by_itself(begins):
     mixed = marked((3, 6, 4, 5), (0, 1, 0, 2))
     fft, loop = (
         r"`fft` of arrays of different lengths, in instance 1",
-        r"number at .*, in instance 3",
+        r"`svd` .*, in instance 3",
     )
     with pytest.warns(GroupedByShapesWarning, match=f"by themselves.*{fft}.*{loop}|{loop}.*{fft}"):
         agree(mixed)
@@ -332,7 +332,7 @@ def test_many_instances_without_a_rule_are_found_at_once():
     def fn(weight, instance):
         calls.append(instance)
         x, mark = instance
-        return x[: len(x) - 1].sum() * mark if mark % 2 else (x @ weight).sum() * mark
+        return jnp.fft.fft(x, axis=0).real.sum() * mark if mark % 2 else (x @ weight).sum() * mark
 
     batched = jedbatch.batch(fn)
     given = marked([2 + k % 3 for k in range(12)], range(12))
@@ -444,8 +444,8 @@ LOOKS = {
     "unequal": lambda x, y: 1 if x.shape[0] != y.shape[0] else 2,
     "order": lambda x, y: 1 if x.shape < y.shape else 2,
     "difference": lambda x, y: 1 if x.shape[0] - y.shape[0] else 2,
-    "larger": lambda x, y: max(x.shape[0], y.shape[0]),
-    "sorted": lambda x, y: sorted([x.shape[0], y.shape[0]])[0],
+    "larger": lambda x, y: int(max(x.shape[0], y.shape[0])),
+    "sorted": lambda x, y: int(sorted([x.shape[0], y.shape[0]])[0]),
     "cut": lambda x, y: 1 if x[: y.shape[0]].shape[0] == 2 else 2,
     "f-string": lambda x, y: 2 if f"{x.shape[0]}" == "3" else 1,
     "padded": lambda x, y: 2 if f"{x.shape[0]:02d}" == "03" else 1,
@@ -454,7 +454,7 @@ LOOKS = {
     "number": lambda x, y: len(f"{10 ** x.shape[0]}"),
     "int": lambda x, y: int(x.shape[0]),
     "root": lambda x, y: math.sqrt(x.shape[0]),
-    "numpy": lambda x, y: np.maximum(x.shape[0], y.shape[0]),
+    "numpy": lambda x, y: int(np.maximum(x.shape[0], y.shape[0])),
     "rows": lambda x, y: sum(1 for _ in x),
     "list": lambda x, y: sum([1, 2, 3, 4, 5, 6, 7][: x.shape[0]]),
     "equal types": lambda x, y: 1 if jax.typeof(x) == jax.typeof(y) else 2,
@@ -468,9 +468,15 @@ LOOKS = {
 }
 
 
-@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_looks_at_lengths_are_grouped_by_shape(look):
+# Python is not told here: it looks a length up, or asks for what is no comparison of numbers.
+GROUPED = {"set", "dict of shapes", "distinct", "counted", "cache", "number", "bit", "array_equal"}
+GROUPED |= {"set of types", "dict of types", "written type"}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_looks_at_lengths(name):
     """Every instance is recorded as the loop computes it; nothing is compiled here."""
+    look = LOOKS[name]
     seen = []
 
     def fn(weight, pair):
@@ -481,7 +487,8 @@ def test_looks_at_lengths_are_grouped_by_shape(look):
     pairs = arrays((3, 3), (5, 2), (1, 4), (3, 2))
     batched = jedbatch.batch(fn)
     plan = batched.plan(WEIGHT, pairs)
-    assert "test_lengths.py" in plan.host.apart
+    assert "test_lengths.py" in str(plan)
+    assert (plan.host.apart is not None) == (name in GROUPED)
     got = [str(x) for x in seen[-len(pairs) :]]
     if "array_equal" not in look.__code__.co_names:
         assert got == [str(look(*pair)) for pair in pairs]

@@ -248,6 +248,8 @@ class RecordCache:
         shown, why = [], self.floats.apart
         if why is not None:
             shown.append(f"instances are told apart by their floats, since {why}")
+        if (why := self.lengths.why_told) is not None:
+            shown.append(f"Python is told how long arrays are, instance by instance, since {why}")
         if (why := self.calls_of_rows.why) is not None:
             shown.append(f"an instance is one call that gets the rows of arrays, since {why}")
         return tuple(shown)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend.core import take_current_trace
 
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
@@ -224,6 +225,9 @@ class Recording:
                     keys[i] = g.key
                 if keys[i] is not None:
                     records[i] = cache.by_key.get(keys[i])
+                if g is not None and g.is_told and records[i] is None:
+                    keys[i] = g.key_if_told
+                    records[i] = cache.by_key.get(keys[i])
         first: dict[Hashable, int] = {}
         new = [
             i
@@ -243,7 +247,7 @@ class Recording:
             to_record, read = to_record._replace(constants=made), cache.leave_constants
         with self._with_numbers(cache, mine):
             try:
-                graphs, keep, tracers = self._record(
+                recorded, own_keys, tracers = self._record(
                     cache, to_record, types, [keys[i] for i in new], read
                 )
             except Exception:
@@ -255,13 +259,13 @@ class Recording:
             cache.constants.note_recorded()
         elif self.key is None and cache.registry.most_lengths >= OTHER_LENGTHS:
             cache.begin_constants()
-        fresh = dict(zip(new, graphs, strict=True))
+        fresh = dict(zip(new, recorded, strict=True))
         for i, k in enumerate(keys):
             if records[i] is None:
                 records[i] = fresh[i if k is None else first[k]]
         _set_short_apart(cache, records, arrays, given)
-        kept = [i for i, k in zip(new, keep, strict=True) if k and keys[i] is not None]
-        cache.by_key.add([(keys[i], records[i]) for i in kept])
+        kept = {i: k for i, k in zip(new, own_keys, strict=True) if k is not None}
+        cache.by_key.add([(k, records[i]) for i, k in kept.items()])
         if self.key is None and any(given) and len(kept) == len(new) and not look.changed:
             cache.keep(subjects, records, arrays)
         if self.key is None:
@@ -387,7 +391,7 @@ class Recording:
         keys: Sequence[Hashable],
         read: Callable | None,
     ) -> Any:
-        """Records instances: (records, whether to keep each, closed-over tracers).
+        """Records instances: (records, keys of those that are kept, closed-over tracers).
 
         Arrays that differ in length are recorded for every length. What cannot be, is recorded as
         it is, and from then on arrays are told apart by their shapes.
@@ -396,8 +400,10 @@ class Recording:
         """
         record = functools.partial(trace, self.fn, cache.registry, arrange=self.join)
         if not any(given):
-            return self._record_by_lengths(cache, instances, keys, read)
-        attempt = RaggedRecording(cache, instances, given)
+            records, keep, tracers = self._record_by_lengths(cache, instances, keys, read)
+            own_keys = [k if is_kept else None for k, is_kept in zip(keys, keep, strict=True)]
+            return records, own_keys, tracers
+        attempt = RaggedRecording(cache, instances, given, keys)
         try:
             return attempt.record(record)
         except PerformanceWarning:  # where it is an error
@@ -414,6 +420,8 @@ class Recording:
                     alone()
                 if cache.learn(own, questions, reason):
                     break  # which the others may have failed by, too
+                if own and questions and cache.lengths.tell(own, questions, reason):
+                    continue
                 if asked:
                     alone()  # complains if lengths are not the reason
                 if own is not None and cache.lengths.join_equal(own, reason):
@@ -514,6 +522,7 @@ class RaggedRecording:
     Attributes:
       cache: records that are kept.
       instances, given: to be recorded, and how each is.
+      keys: of the instances.
       number: the instance at hand.
       failed: why instances cannot be recorded, as far as they have been tried.
       asked: what was asked about lengths while each instance was recorded.
@@ -522,12 +531,13 @@ class RaggedRecording:
     cache: RecordCache
     instances: Instances
     given: Sequence[RaggedTypes | None]
+    keys: Sequence[Hashable]
     number: int = 0
     failed: dict[int, Exception] = field(default_factory=dict)
     asked: dict[int, Questions] = field(default_factory=dict)
 
-    def record(self, record: Callable) -> tuple[list[Record], list[bool], list[Any]]:
-        """Returns the result of `record`, with ragged parts cut out of the graphs.
+    def record(self, record: Callable) -> tuple[list[Record], list[Hashable], list[Any]]:
+        """Returns what `Recording._record` does, with ragged parts cut out of the graphs.
 
         Raises `GuardFailed` if instances must be looked at again, and other errors if the
         instance at hand cannot be recorded for all lengths.
@@ -537,10 +547,13 @@ class RaggedRecording:
         with noting_questions():
 
             def types(i: int) -> Any:
-                self.number = i
+                self.number, given = i, self.given[i]
                 self.asked[i] = asked = Questions()
+                if given is not None and given.is_told:
+                    asked.lengths = given.length_of
+                    with take_current_trace() as recorder:
+                        asked.trace = recorder
                 note_questions_in(asked)
-                given = self.given[i]
                 return given and given.types
 
             instances = self.instances._replace(types=types)
@@ -596,7 +609,13 @@ class RaggedRecording:
         compared = [i for i in range(len(cuts)) if self._compared(i)]
         if compared:
             raise GuardFailed
-        return graphs, keep, tracers
+        keys = [self._key(i) if is_kept else None for i, is_kept in enumerate(keep)]
+        return graphs, keys, tracers
+
+    def _key(self, i: int) -> Hashable:
+        """Returns the key of an instance: without lengths unless Python was told some."""
+        given = self.given[i]
+        return given.key if given and not self.asked[i].answered else self.keys[i]
 
     def _turn_to(self, number: int) -> None:
         """Has an instance be the one at hand."""
