@@ -139,7 +139,6 @@ class Attempt:
         recorder, fibers = self.recorder, self._fibers
         self._shared = recorder.share()
         recorder.begin(None, ())
-        self._padded.begin()
         try:
             for i in range(len(self._results)):
                 fibers.add(functools.partial(self._record, i), i)
@@ -154,7 +153,6 @@ class Attempt:
                 if not fibers.waiting:
                     return begun
                 if not self._call.rounds and self._padded.look():
-                    self._call.num_begun += 1
                     raise GuardFailed
                 if self._call.check is not None:
                     self._call.check()
@@ -178,7 +176,7 @@ class Attempt:
         own, given = self._padded.own, self._call.instances[instance]
         with set_current_trace(recorder):
             try:
-                types = own and own.types and own.types.types
+                types = own and own.types.types
                 mapped = recorder.symbolic(given, self._arrays[instance], types)
                 core = self._call.core
                 result = core.recording.fn(*core.arguments.join(self._shared, mapped))

@@ -12,6 +12,7 @@ their operands:
 What is read of them, and what is returned, is cut to the rows that exist.
 """
 
+import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -21,7 +22,6 @@ from jax.core import Tracer
 
 from jedbatch._graph.types import LENGTH, ValueType
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
-from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import Questions, is_ragged, note_questions_in, shape_at
 from jedbatch._jaxpr.transfers import fetched
 from jedbatch._ragged.lengths import RaggedTypes
@@ -29,10 +29,9 @@ from jedbatch._ragged.padded_graphs import padded_rows
 from jedbatch._ragged.padded_programs import PaddedProgram, capacities
 from jedbatch._ragged.padded_types import PaddedNodeType, padded_kind
 from jedbatch._record.cell import pause
-from jedbatch._record.instances.arrays import array_type
 from jedbatch._record.instances.key import ClassesMet
 from jedbatch._record.operations.symbols import Value
-from jedbatch._record.run.constants import OTHER_LENGTHS
+from jedbatch._record.run.constants import OTHER_LENGTHS, ArraysMade
 from jedbatch._record.run.recorder import Recorder
 from jedbatch._session.records.record_cache import RecordCache
 from jedbatch._session.records.recording import keyed
@@ -45,31 +44,25 @@ class PaddedInstance:
     """An instance of which some arrays are padded.
 
     Attributes:
-      types: of its arrays, with symbols for lengths; None if none of them is padded.
+      types: of its arrays, with symbols for lengths.
       symbols: the arrays whose length each symbol is.
       lengths: the value of each symbol.
       size: the capacity of its arrays; 0 if none of them is padded.
       sizes: the capacity for each symbol.
       asked: what is asked about lengths while it is recorded.
       inputs: the symbols whose values nodes read, each with the input that it is.
-      constants: by their identity the arrays that the function makes, or the symbols for them.
-      made: the arrays, by the same.
+      made: arrays that the function makes.
     """
 
-    def __init__(self, types: RaggedTypes | None):
+    def __init__(self, types: RaggedTypes):
         self.types = types
-        self.symbols: dict[str, list[int]] = {}
-        self.lengths: dict[str, int] = {}
-        if types is not None:
-            self.symbols = types.symbols
-            self.lengths = types.length_of
+        self.symbols, self.lengths = types.symbols, types.length_of
         self.size = 0
         self.sizes: dict[str, int] = {}
         self.resize(max(map(capacity, self.lengths.values()), default=0))
         self.asked = Questions(self.lengths)  # which Python may know: it runs for this one alone
         self.inputs: dict[str, int] = {}
-        self.constants: dict[Hashable, Any] = {}
-        self.made: dict[Hashable, Array] = {}
+        self.made: ArraysMade
 
     def resize(self, size: int) -> None:
         """Sets the capacity of arrays."""
@@ -115,14 +108,12 @@ def padded_instances(
       GuardFailed: there is another bound of lengths from now on.
     """
     types: Sequence[RaggedTypes | None] = [None] * len(instances)
-    if any(x.ndim for own in arrays for x in own):
-        keys = [keyed(i, instance, classes)[0] for i, instance in enumerate(instances)]
-        types = cache.look(keys, arrays)
     if cache.constants.are_looked_for is None and _has_many_lengths(cache):
         cache.constants.begin()
-    has_constants = bool(cache.constants.are_looked_for) and not cache.lengths.off
-    types = [None if own is None or _is_empty(own) else own for own in types]
-    found = [PaddedInstance(own) if own or has_constants else None for own in types]
+    if cache.constants.are_looked_for or any(x.ndim for own in arrays for x in own):
+        keys = [keyed(i, instance, classes)[0] for i, instance in enumerate(instances)]
+        types = cache.look(keys, arrays)
+    found = [None if own is None or _is_empty(own) else PaddedInstance(own) for own in types]
     size = 0  # of longer ones
     for own in sorted([x for x in found if x and x.size], key=lambda x: -x.size):
         if own.size < size <= MOST_PADDED * own.size:
@@ -157,56 +148,29 @@ class PaddedNodes:
         self._recorder, self._cache, self._regions = recorder, cache, cache.regions
         self._ends = self._sizes()  # of what need not be looked at
         self._groups: dict[tuple[Hashable, ...], int] = {}
-
-    def begin(self) -> None:
-        """Has constants of instances be arrays of any length, if they are looked for."""
-        if self._cache.constants.are_looked_for:
-            self._recorder.have_constants(self)
+        for own in filter(None, instances):
+            own.made = ArraysMade(cache.constants, functools.partial(self._constant, own))
 
     def look(self) -> bool:
         """Returns whether to record again, with constants that have been found to have any length.
 
         It is called before anything is computed.
         """
-        constants, every = self._cache.constants, [own for own in self.instances if own]
+        constants = self._cache.constants
         if constants.are_looked_for is None and _has_many_lengths(self._cache):
             constants.begin()
             return True
-        if not constants.are_looked_for:
-            return False
-        constants.of_any_length([list(own.made.values()) for own in every])
-        return any(
-            own.constants[key] is x and constants.has_any_length(x)
-            for own in every
-            for key, x in own.made.items()
-        )
-
-    def get(self, key: Hashable, x: Array) -> Any:
-        """Returns the symbol for a constant of the instance whose turn it is, or it as it is."""
-        own = self.own
-        if own is None or not np.ndim(x):
-            return x
-        if key not in own.constants:
-            own.made[key] = x
-            value = self._constant(own, x)
-            own.constants[key] = x if value is None else value
-        return own.constants[key]
+        every = [own.made for own in self.instances if own]
+        return bool(constants.are_looked_for) and constants.note(every)
 
     def _constant(self, own: PaddedInstance, x: Array) -> Value | None:
-        """Returns the symbol for a constant; None if it is none of any length."""
-        recorder, cache = self._recorder, self._cache
-        registry, count = recorder.registry, x.shape[0]
-        if not count or id(x) in registry.things_reached or not cache.constants.has_any_length(x):
+        """Returns the symbol for a constant of any length; None if there is none."""
+        found = self._cache.type_of_constant(x, own.lengths)
+        if found is None:
             return None
-        shape, dtype, weak = array_type(x)
-        names = list(own.lengths)  # in the order of their numbers
-        number = next((k for k, s in enumerate(names) if own.lengths[s] == count), len(names))
-        kind = cache.lengths.type_of(number, count, (shape[1:], dtype, weak))
-        if kind is None or is_key(dtype):
-            return None
-        symbol = str(kind[0][0])
-        own.lengths[symbol] = count
-        own.sizes.setdefault(symbol, max(own.size, capacity(count)))
+        (symbol, kind), recorder = found, self._recorder
+        registry = recorder.registry
+        own.sizes.setdefault(symbol, max(own.size, capacity(len(x))))
         padded = padded_kind(ValueType(*kind), own.sizes)
         rows = np.array(padded_rows(fetched(x), padded.shape))  # which nobody changes
         index = recorder.new_input(registry.group("value", *registry.kinds_of([padded])), rows)
@@ -217,6 +181,8 @@ class PaddedNodes:
         own = self.instances[number]
         if own is not self.own:
             self.own, self._ends = own, self._sizes()
+        if self._cache.constants.are_looked_for:
+            self._recorder.have_constants(own.made if own else {})
         if own is not None:
             own.asked.trace = self._recorder
             note_questions_in(own.asked)

@@ -74,7 +74,6 @@ class Stepwise:
       check: is called before each round, if there is one, and may raise an error to end the call.
       rounds: what ran so far.
       tracers: of an outer transformation, met while recording.
-      num_begun: how often it began again with other constants of any length.
       padded: the instances that have arrays of any length; None for each other one.
     """
 
@@ -86,7 +85,6 @@ class Stepwise:
     rounds: list[Round] = field(default_factory=list)
     tracers: Sequence[Leaf] = ()
     padded: Sequence[PaddedInstance | None] = ()
-    num_begun: int = 0
     _refused: tuple[PaddedInstance, Exception] | None = None
     _names: tuple[AccessPath, ...] = ()  # of the arrays that the function reads beside
     _attempt: Attempt | None = None  # the latest
@@ -116,18 +114,17 @@ class Stepwise:
 
         def assumed() -> tuple[Hashable, ...]:
             version = cache.registry.assumptions.version("lengths", "constants")
-            return len(self.tracers), self.num_begun, self._refused, version
+            return len(self.tracers), self._refused, version
 
         results = until_guards_hold(attempt, assumed)
         if self._refused is not None:  # lengths were the reason
             (own, error), self._refused = self._refused, None
             learned = cache.learn(own.types, own.asked, error)
-            if learned or (own.types and cache.lengths.join_equal(own.types, error)):
+            if learned or cache.lengths.join_equal(own.types, error):
                 return results
             if len(own.lengths) > len(own.symbols):
-                cache.constants.refuse([])
-            else:
-                cache.lengths.give_up(error, own.types)
+                cache.constants.note_refused()
+            cache.lengths.give_up(error, own.types)
         return results
 
     def pad(
@@ -150,10 +147,10 @@ class Stepwise:
     def check_lengths(self, own: PaddedInstance) -> None:
         """Raises `GuardFailed` if lengths were compared by which instances are not told apart."""
         cache = self.session.records
-        if own.types is not None and cache.lengths.relate(own.types, own.asked, None):
+        if cache.lengths.relate(own.types, own.asked, None):
             raise GuardFailed
         if cache.constants.are_looked_for:
-            cache.constants.of_any_length([list(own.made.values())])
+            cache.constants.note([own.made])
 
     def _run(
         self, leaves: Sequence[Leaf], arrays: Sequence[Sequence[Array]], reached: Sequence[Leaf]

@@ -83,7 +83,8 @@ class Questions:
     Attributes:
       lengths: the value of each symbol, if they are known.
       trace: where Python may know them; elsewhere, what it decides would hold for other instances.
-      answered: whether Python has been told a length.
+      told: lengths that Python knows, each with its extent.
+      answered: whether what is recorded is for these lengths alone.
       refused: what Python has decided on, in words. The function may have caught the errors.
       unequal: pairs of symbols that JAX was not told to be the same where it compared them.
       few: extents of which JAX asked whether they are 1 at least, as of `n - 1` or `16 - n`.
@@ -93,6 +94,7 @@ class Questions:
 
     def __init__(self, lengths: Mapping[str, int] | None = None, trace: Any = None) -> None:
         self.lengths, self.trace = lengths, trace
+        self.told: dict[int, Any] = {}
         self.answered = False
         self.refused: list[str] = []
         self.unequal: list[tuple[str, str]] = []
@@ -121,8 +123,15 @@ def length_known(extent: Any) -> int | None:
         trace = current
     if trace is not questions.trace:
         return None
+    number = int(extent_at(extent, questions.lengths))
+    questions.told.setdefault(number, extent)
     questions.answered = True
-    return int(extent_at(extent, questions.lengths))
+    return number
+
+
+def lengths_told() -> Mapping[int, Any]:
+    """Returns the lengths that Python knows in what is recorded, each with its extent."""
+    return {} if _asked.questions is None else _asked.questions.told
 
 
 @contextlib.contextmanager

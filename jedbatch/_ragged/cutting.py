@@ -108,8 +108,8 @@ class Uncut:
 
     def result(self) -> RaggedRecord:
         """Returns the record."""
-        form = self.record.structure, self.record.types
-        return RaggedRecord(self.graph, self.index, *form, (), self.num_arrays)
+        record = replace(self.record, whole=self.graph, index=self.index)
+        return RaggedRecord.of(record, self.num_arrays)
 
 
 class Cut:

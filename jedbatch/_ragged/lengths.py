@@ -51,7 +51,7 @@ from jedbatch._record.operations.sequences import (
     without_number,
 )
 from jedbatch._support.caches import Memory
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, AxisSize
 
 LETTERS = "nmkl"
 Alike = tuple[Hashable, bytes]  # key without lengths, and which of the family's pairs are equal
@@ -89,6 +89,11 @@ class RaggedTypes(NamedTuple):
     def key_if_told(self) -> Hashable:
         """What decides the graph if Python has been told the lengths: it is for these alone."""
         return self.key and (self.key, *self.lengths)
+
+    @property
+    def extents_known(self) -> list[tuple[int, AxisSize]]:
+        """(array, its extent) for sequences, whose length Python sees; they decide the key."""
+        return [(k, self.types[k][0][0]) for k in self.family.sequences]
 
     @property
     def length_of(self) -> dict[str, int]:
@@ -131,7 +136,8 @@ class Lengths:
         self._names = 0  # symbols that a scope must have
         self._scopes: dict[tuple, dict[str, Any]] = {}  # symbols, by their scope
         self._ragged_types: dict[tuple, ArrayType] = Memory(MAX_RAGGED_TYPES)
-        self._apart: dict[Alike, str] = {}  # why instances are recorded by their shapes
+        # Why instances are recorded by their shapes: all that are alike, or those of some lengths.
+        self._apart: dict[tuple[Hashable, bytes, tuple[int, ...] | None], str] = {}
         self._in_vain = 0  # instances that could not be recorded since one that could
         self.why_told: str | None = None
         self._are_all_told = False
@@ -145,11 +151,6 @@ class Lengths:
         if self.off is None:
             return self.apart
         return self.off if any(n is None for n in self._kinds.values()) else None
-
-    def varied(self, key: Hashable) -> tuple[LengthFamily | None, list[int]]:
-        """(family, arrays whose lengths differ) of an instance, given a key that was seen."""
-        family: LengthFamily | None = self._families.get(_general(key)[1])
-        return family, [] if family is None else self._ragged(family)
 
     def none_apart(self) -> None:
         """Notes instances that `look` need not look at: nothing tells them apart."""
@@ -186,7 +187,10 @@ class Lengths:
             equal = family.equal([families[i][2] for i in members])
             for i, pattern in zip(members, equal, strict=True):
                 general, _, lengths = families[i]
-                reason = self._apart.get((general, pattern)) if self._apart else None
+                reason = None
+                if self._apart:
+                    ways = (general, pattern, None), (general, pattern, (*lengths,))
+                    reason = next(filter(None, map(self._apart.get, ways)), None)
                 if reason is not None:
                     apart.setdefault(reason, []).append(i)
                     self.are_some_apart |= not any(pattern)
@@ -194,6 +198,16 @@ class Lengths:
                     types[i] = self._types_of(general, family, lengths, ragged[family], pattern)
         self._say_apart(apart, len(keys))
         return types
+
+    def told(self, key: Hashable, arrays: Sequence[Array]) -> RaggedTypes | None:
+        """Returns how an instance without ragged arrays is recorded of which lengths may be told.
+
+        None if it is told apart by its shapes.
+        """
+        types, lengths = list(map(array_type, arrays)), [len(x) if x.ndim else -1 for x in arrays]
+        if (key, b"", (*lengths,)) in self._apart:
+            return None
+        return RaggedTypes(key, types, {}, LengthFamily(types), lengths, (key, b""), True)
 
     def _say_apart(self, apart: Mapping[str, Sequence[int]], count: int) -> None:
         """Notes which of so many instances are told apart by their lengths, by the reasons."""
@@ -262,7 +276,7 @@ class Lengths:
             known = self._symbolic(scope, family, lengths, ragged, equal)
             family.known[decisive] = known
         types, symbols, classes = known
-        is_told = self._are_all_told or family.is_told
+        is_told = self._are_all_told or family.is_told or bool(family.sequences)
         key: Hashable = None
         if general is not None:
             key = ("ragged", scope, general, classes, which)
@@ -439,7 +453,8 @@ class Lengths:
             return
         recorded.family.drop_supposed()
         (equal,) = recorded.family.equal([recorded.lengths])
-        self._apart[recorded.alike[0], equal] = reason
+        of_lengths = (*recorded.lengths,) if recorded.is_told else None
+        self._apart[recorded.alike[0], equal, of_lengths] = reason
 
     def note_recorded(self) -> None:
         """Notes that some instance could be recorded for all lengths."""

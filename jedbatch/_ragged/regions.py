@@ -127,12 +127,20 @@ class RaggedRecord(Record):
       ragged: for each leaf of the function's result that has a ragged axis, (its position, call,
         result).
       places: (call, result) of each number k.
+      constants: the last of its arrays, which the function makes.
     """
 
     calls: tuple[Call, ...] = ()
     num_arrays: int = 0
     ragged: tuple[tuple[int, int, int], ...] = ()
     places: tuple[tuple[int, int], ...] = ()
+    constants: tuple[jax.Array | np.ndarray, ...] = ()
+
+    @staticmethod
+    def of(record: Record, num_arrays: int) -> "RaggedRecord":
+        """Returns a record of an instance without ragged nodes as one of these."""
+        form = record.structure, record.types
+        return RaggedRecord(record.whole, record.index, *form, (), num_arrays)
 
     @functools.cached_property
     def told_apart_by(self) -> tuple[Hashable, ...]:

@@ -72,27 +72,25 @@ Read in this order:
    arguments.
 37. `calls.slow_path`: Recording calls of cells the first time, and those without a short
    description.
-38. `run.rows`: Functions that have to know how long arrays are, as calls of a cell that gets their
-   rows.
-39. `run.recorder`: A recorder of what a function does to symbolic values.
-40. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-41. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
-42. `run.recursion`: Recursion deeper than Python's limit.
-43. `run.trace`: Recording a minibatch: every instance of it as a graph.
-44. `run.constants`: Constants of instances: the arrays that a function makes itself, of any length.
-45. `run.units`: Units: the functions of the user that would be cells of the operations that are
+38. `run.recorder`: A recorder of what a function does to symbolic values.
+39. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+40. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
+41. `run.recursion`: Recursion deeper than Python's limit.
+42. `run.trace`: Recording a minibatch: every instance of it as a graph.
+43. `run.constants`: Constants of instances: the arrays that a function makes itself, of any length.
+44. `run.units`: Units: the functions of the user that would be cells of the operations that are
    recorded.
-46. `passes.patterns`: Patterns: what several operations compute that become one node.
-47. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
+45. `passes.patterns`: Patterns: what several operations compute that become one node.
+46. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
    they compute.
-48. `passes.coalesce`: Finding cells without marks: operations that always run together become one
+47. `passes.coalesce`: Finding cells without marks: operations that always run together become one
    node.
-49. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
-50. `passes.list_regions`: Nodes of a recording, and how some of them become one.
-51. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
+48. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
+49. `passes.list_regions`: Nodes of a recording, and how some of them become one.
+50. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
    and again.
-52. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
+51. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
    read the elements.
-53. `passes.projections`: Input projections: products of a cell that no recursion waits for become
+52. `passes.projections`: Input projections: products of a cell that no recursion waits for become
    nodes of their own.
 """

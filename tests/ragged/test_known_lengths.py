@@ -93,7 +93,9 @@ def test_lengths_that_python_asks_for_share_types(fn):
     types = len(batched.plan(PARAMS, second).graph.types)
     with compilations() as made:
         found = batched(PARAMS, unseen)
-    assert_close(found, jax.tree.map(lambda *x: jnp.stack(x), *[fn(PARAMS, x) for x in unseen]), 1e-5)
+    assert_close(
+        found, jax.tree.map(lambda *x: jnp.stack(x), *[fn(PARAMS, x) for x in unseen]), 1e-5
+    )
     assert fn is of_trees or not made
     plan = batched.plan(PARAMS, unseen)
     assert plan.host.apart is None

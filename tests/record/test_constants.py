@@ -121,7 +121,7 @@ def test_what_is_known_is_not_recorded_again():
     batched(PARAMS, texts(0)[::-1])
     assert not calls
     batched(PARAMS, texts(1))
-    assert len(calls) == 2 * 8  # for what they make, and what is done with it
+    assert len(calls) == 8
 
 
 def test_python_may_read_what_it_made():

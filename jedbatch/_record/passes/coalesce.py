@@ -503,11 +503,6 @@ def _is_ragged(node_type: NodeType) -> bool:
     return bool(symbols_in(operation_of(node_type).jaxpr))
 
 
-def has_cells(graph: Graph) -> bool:
-    """Returns whether some nodes are calls of cells."""
-    return any(is_cell(graph.types[t]) for t in graph.present_types)
-
-
 def num_operations(graph: Graph) -> int:
     """Returns the number of nodes that are no calls of cells."""
     counts = graph.nodes_per_type.tolist()

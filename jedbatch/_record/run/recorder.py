@@ -27,7 +27,7 @@ Source: lazy recording after Zha et al., Just-in-time dynamic batching, 2019; a 
 """
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -84,7 +84,6 @@ from jedbatch._record.operations.static_numbers import (
     with_data,
 )
 from jedbatch._record.operations.symbols import Shared, Symbol, Value, frozen, value_reached
-from jedbatch._record.run.rows import ArrayRows
 from jedbatch._record.types.custom_rules import calling_with_rule, record_custom
 from jedbatch._record.types.registry import CallSpec, Registry
 from jedbatch._record.types.shared_operands import VALUE
@@ -100,7 +99,6 @@ def symbolic(
     instance: PyTree,
     arrays: Sequence[Array],
     types: Any = None,
-    rows: Collection[int] = (),
 ) -> PyTree:
     """The instance with its arrays replaced by symbols; for arguments see
     `Recorder.begin`.
@@ -120,20 +118,10 @@ def symbolic(
         sequences = {}
         if type(instance) is Sequenced:
             sequences, instance = instance.sequences, tuple(instance)
-    for leaf in rows:
-        sequence = sequences.get(id(arrays[leaf]))
-        shape, *kind = types[leaf]
-        row = shape[1:], *kind
-        if sequence and not row[0]:
-            row = array_type(sequence.numbers[0])
-        number = recorder.registry.value_type(*row)
-        values = [recorder.leaf_value(number, leaf, (k,)) for k in range(shape[0])]
-        kind_of_sequence: Any = type(sequence.numbers) if sequence else ArrayRows
-        symbols[leaf] = kind_of_sequence(values)
     if sequences:
         recorder.stacking = Stacking(recorder)
         for leaf, x in enumerate(arrays):
-            if id(x) in sequences and leaf not in rows:
+            if id(x) in sequences:
                 given = symbols[leaf], leaf, sequences[id(x)], recorder.stacking.rows
                 symbols[leaf] = Elements(recorder, *given).given
     return replace_arrays(instance, iter(symbols))
@@ -265,8 +253,6 @@ class Recorder(Trace):
         instance: PyTree,
         arrays: Sequence[Array],
         types: Any = None,
-        rows: Collection[int] = (),
-        constants: Sequence[Array] = (),
     ) -> PyTree:
         """Starts an instance after another is done; its arrays are replaced by symbols.
 
@@ -274,8 +260,6 @@ class Recorder(Trace):
           instance: the instance.
           arrays: of it.
           types: (shape, dtype, weak) of the arrays, if an extent is not to be known.
-          rows: the arrays that symbols of their rows take the place of.
-          constants: the last of the arrays, which are not in the instance.
         """
         self._next_instance()
         for memory in (self.known, self.kept, self.leaves):
@@ -293,15 +277,7 @@ class Recorder(Trace):
         self.has_numbers, self.stacking = False, None
         self.call_cell = self._fast_path
         self.constants = {}
-        if constants:
-            first = len(arrays) - len(constants)
-            types = list(map(array_type, arrays)) if types is None else types
-            for leaf, x in enumerate(constants, first):
-                kind = self.registry.value_type(*types[leaf])
-                self.constants[identity_of_array(x)] = self.leaf_value(kind, leaf, ())
-            arrays, types = arrays[:first], types[:first]
-            self.have_constants(self.constants)
-        return self.symbolic(instance, arrays, types, rows) if arrays else instance
+        return self.symbolic(instance, arrays, types) if arrays else instance
 
     def turn_to(self, instance: PyTree) -> None:
         """Records into an instance from now on, begun now or before."""
@@ -406,7 +382,9 @@ class Recorder(Trace):
             is_array_of_numpy = isinstance(x, np.ndarray) and x.ndim
             return self.constants.get(identity_of_array(x), x) if is_array_of_numpy else x
 
-        return jax.tree.map(constant, tree) if self.constants else tree
+        if not self.constants or np.ndarray not in map(type, jax.tree.leaves(tree)):
+            return tree
+        return jax.tree.map(constant, tree)
 
     def _call_with_constants(self, cell: Cell, args: tuple, static: dict) -> PyTree:
         """Records a call of a cell, some of whose arguments may be constants of the instance."""
@@ -520,7 +498,7 @@ class Recorder(Trace):
 
         name = params["name"] if primitive.name == "jit" else primitive.name
         out = self.perform(name, key, call, tracers)
-        if filling is not None:
+        if filling is not None and not isinstance(out[0], Tracer):
             self.registry.constants[filling] = [*out, *filter(is_array, tracers)]
         if self.stacking is not None and name in MAKES_STACKS and type(out[0]) is Value:
             stacking, self.stacking = self.stacking, None  # what follows stacks nothing

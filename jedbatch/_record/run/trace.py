@@ -7,7 +7,7 @@ The recorder writes flat lists of what happens, instance after instance. Here th
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,25 +47,24 @@ class Instances(NamedTuple):
       numbers: of the instances in the minibatch, for messages.
       types: called with the place of an instance that is about to be recorded, gives (shape, dtype,
         weak) of its arrays; None, or given none, if extents are to be known.
-      rows: of each, the arrays that are given as `ArrayRows`; None if none are.
-      constants: of each, the last of its arrays, which the function makes itself; None if there are
-        none (see `_record.run.constants`).
+      constants: called with the recorder and the place of an instance that has begun, gives what
+        places symbols for arrays that the function makes (see `_record.run.constants`), or None.
     """
 
     mapped: Sequence[Sequence[Any]]
     arrays: Sequence[Sequence[Any]]
     numbers: Sequence[int]
     types: Callable[[int], Any] | None = None
-    rows: Sequence[Collection[int]] | None = None
-    constants: Sequence[list[Any]] | None = None
+    constants: Callable[[Recorder, int], Any] | None = None
 
     def single(self, place: int) -> "Instances":
         """Returns one of them."""
         only, types = slice(place, place + 1), self.types
         of_it = types and (lambda _: types(place))
-        rows, constants = self.rows and self.rows[only], self.constants and self.constants[only]
+        constants = self.constants
+        made = constants and (lambda recorder, _: constants(recorder, place))
         mapped, arrays, numbers = self.mapped[only], self.arrays[only], self.numbers[only]
-        return Instances(mapped, arrays, numbers, of_it, rows, constants)
+        return Instances(mapped, arrays, numbers, of_it, made)
 
 
 class Traced(NamedTuple):
@@ -157,10 +156,10 @@ def _overflow(
     return None
 
 
-def record_instances(fn, registry, instances, arrange, read, noting, kind=None):
+def record_instances(fn, registry, instances, arrange, read, noting):
     """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
     caller = trace_of_caller()
-    recorder = (kind or Recorder)(registry, caller, read, noting=noting)
+    recorder = Recorder(registry, caller, read, noting=noting)
     registry.slow_calls.clear()
     registry.num_repeated = 0
     end = ending(recorder)
@@ -178,11 +177,11 @@ def _record_all(fn, recorder, instances, arrange):
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     shared = recorder.share()
     calls, references, groups = recorder.call_specs, recorder.references, recorder.input_group
-    _, arrays, numbers, types, rows, constants = instances
+    _, arrays, numbers, types, constants = instances
     for i, instance in enumerate(instances.mapped):
-        in_rows = rows[i] if rows else ()
-        made = constants[i] if constants else ()
-        mapped = recorder.begin(instance, arrays[i], types and types(i), in_rows, made)
+        mapped = recorder.begin(instance, arrays[i], types and types(i))
+        if constants is not None and (made := constants(recorder, i)) is not None:
+            recorder.have_constants(made)
         try:
             result = fn(*arrange(shared, mapped))
             if type(result) is Value:

@@ -414,17 +414,6 @@ class Registry:
         self.lines.setdefault(type_id, self.lines[other])
         return type_id
 
-    def scratch(self) -> "Registry":
-        """Returns a registry for the same arguments in which nothing has been met.
-
-        Results of operations on concrete values are the same objects in both. Whatever reads arrays
-        of the instance depends on it.
-        """
-        avals = [value.aval for value in self.shared[: self.num_leaves]]
-        other = Registry(avals, self.structure, None, self.bounds_loops)
-        other.constants, other.shared_operands.takes_arrays = self.constants, False
-        return other
-
     def read(self, reached: Reached) -> None:
         """Sets the values that recordings from now on read besides their arguments."""
         if reached.number != self._number:

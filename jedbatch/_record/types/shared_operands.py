@@ -54,7 +54,6 @@ class SharedOperands:
 
     Attributes:
       num_instances: how many have been recorded.
-      takes_arrays: whether operations on shared values alone may read arrays of an instance.
       is_one_by_one: whether instances say where they begin. In a lazy scope none does; there one is
         taken to begin where an operation meets a new way after another met one that was known.
     """
@@ -65,7 +64,6 @@ class SharedOperands:
         self._ways: dict[Hashable, set[tuple[int, ...]]] = {}
         self._values: dict[Hashable, set[int]] = {}
         self.num_instances = 0
-        self.takes_arrays = True
         self.is_one_by_one = True
         self._is_repeated = False  # something since the last new way
         self._ways_of_operations: dict[Hashable, set[tuple[int, ...]]] = {}
@@ -164,8 +162,6 @@ class SharedOperands:
           numbers: the scalars among its other arguments.
           arrays: the arrays among them.
         """
-        if arrays and not self.takes_arrays:
-            return True
         if any(shared[a].applied.get(operation, 0) >= MAX_CONSTANT_NUMBERS for a in args):
             return True
         of, holds = (operation, args), self._assumptions.holds

@@ -2,25 +2,27 @@
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jedbatch._graph.graph import Graph
 from jedbatch._graph.record import Record
+from jedbatch._jaxpr.storage import is_key
 from jedbatch._jaxpr.symbolic_dims import Questions
 from jedbatch._kernel.target import Target
+from jedbatch._ragged.length_families import ArrayType
 from jedbatch._ragged.lengths import Lengths, RaggedTypes
 from jedbatch._ragged.padded_records import Padding
 from jedbatch._ragged.regions import RaggedRecord, Regions
 from jedbatch._record.identity.environment import NOWHERE, Reached
+from jedbatch._record.instances.arrays import array_type
 from jedbatch._record.instances.key import keys_with_arrays
 from jedbatch._record.operations.floats import Floats
 from jedbatch._record.operations.sequences import Sequences
 from jedbatch._record.passes.coalesce import Coalescing
 from jedbatch._record.passes.lists import StackedLists
 from jedbatch._record.run.constants import Constants
-from jedbatch._record.run.rows import CallsOfRows
 from jedbatch._record.types.registry import MAX_READ_STATES, Registry
 from jedbatch._session.options import Options
 from jedbatch._support.caches import Budget, Memory
@@ -121,7 +123,6 @@ class RecordCache:
       floats: of instances, which may be operands.
       sequences: of whole numbers in instances, which may be arrays.
       constants: of instances, which may be arrays of any length.
-      calls_of_rows: whether instances are recorded as calls of a cell that gets rows of arrays.
       number: of what recordings read besides their arguments.
       num_recorded: minibatches of which some instances had to be recorded.
       num_types: node types that were known after the last one of these.
@@ -132,8 +133,7 @@ class RecordCache:
         self.num_recorded = self.num_types = 0
         self.floats = Floats(registry.assumptions, registry.budget)
         self.sequences = Sequences(registry.assumptions)
-        self.constants = Constants(registry, options.cache_size)
-        self.calls_of_rows = CallsOfRows(options.granularity is None)
+        self.constants = Constants(registry)
         self.coalescing = Coalescing(registry, asked=options.granularity == "auto")
         self.passes: list[Callable[[Graph], Graph]] = [registry.pad]
         if options.granularity != "cell":
@@ -177,14 +177,21 @@ class RecordCache:
     ) -> list[RaggedTypes | None]:
         """Returns how instances are recorded (see `Lengths.look`).
 
+        Those that make arrays of any length are recorded for their lengths alone, even if they have
+        none among their arguments.
+
         Raises `GuardFailed` where there is another bound from now on.
         """
+        types = self._look(keys, arrays)
+        if not self.constants.are_looked_for or self.lengths.off:
+            return types
+        told = zip(types, keys, arrays, strict=True)
+        return [own._replace(is_told=True) if own else self.lengths.told(*x) for own, *x in told]
+
+    def _look(
+        self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Array]]
+    ) -> list[RaggedTypes | None]:
         types = self.lengths.look(keys, arrays)
-        if self.calls_of_rows.why is not None:
-            self.lengths.none_apart()
-            families = self.calls_of_rows.families
-            others = [self.lengths.varied(k)[0] not in families for k in keys]
-            types = [t if other else None for t, other in zip(types, others, strict=True)]
         bound, least = self.lengths.bound, self.lengths.least
         is_long = bound is not None and self.lengths.longest > bound
         if not is_long and least == 1:
@@ -250,22 +257,35 @@ class RecordCache:
             shown.append(f"instances are told apart by their floats, since {why}")
         if (why := self.lengths.why_told) is not None:
             shown.append(f"Python is told how long arrays are, instance by instance, since {why}")
-        if (why := self.calls_of_rows.why) is not None:
-            shown.append(f"an instance is one call that gets the rows of arrays, since {why}")
         return tuple(shown)
 
     def begin_constants(self) -> None:
         """Looks for constants of any length from now on; raises `GuardFailed` the first time."""
         if self.constants.are_looked_for is None:
             self.constants.begin()
-            self.calls_of_rows = CallsOfRows(self.calls_of_rows.may_be_made)
             self.forget_records()
             raise GuardFailed
 
-    def leave_constants(self, *_: Any) -> NoReturn:
-        """Takes constants for what they are, as Python needs values; raises `GuardFailed`."""
-        self.constants.leave()
-        raise GuardFailed
+    def type_of_constant(self, x: Array, lengths: dict[str, int]) -> tuple[str, ArrayType] | None:
+        """(its symbol, its type) of an array of any length that an instance makes.
+
+        None if there is none for it.
+
+        Args:
+          x: the array.
+          lengths: the values of the symbols of the instance, to which that of a new one is added.
+        """
+        shape, dtype, weak = array_type(x)
+        if not shape[0] or is_key(dtype):
+            return None
+        names = list(lengths)  # in the order of their numbers
+        number = next((k for k, s in enumerate(names) if lengths[s] == shape[0]), len(names))
+        kind = self.lengths.type_of(number, shape[0], (shape[1:], dtype, weak))
+        if kind is None:
+            return None
+        symbol = str(kind[0][0])
+        lengths[symbol] = shape[0]
+        return symbol, kind
 
     def forget_records(self) -> None:
         """Forgets all records: types they are of have become others."""

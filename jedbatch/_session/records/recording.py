@@ -11,7 +11,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ from jedbatch._ragged.calls import lacks_rows
 from jedbatch._ragged.cutting import cut_graphs
 from jedbatch._ragged.lengths import RaggedTypes, of_lengths, without_lengths
 from jedbatch._ragged.padded_records import with_padded_nodes
-from jedbatch._ragged.regions import RaggedRecord
+from jedbatch._ragged.regions import RaggedRecord, some_are_ragged
 from jedbatch._record.identity.concretization import asks_types, noting_calls
 from jedbatch._record.identity.environment import Reached
 from jedbatch._record.instances.arrays import array_type
@@ -41,10 +41,11 @@ from jedbatch._record.instances.key import (
     plain_keys,
     written_key,
 )
+from jedbatch._record.operations.filled_arrays import filled
 from jedbatch._record.operations.floats import Floating, without_floats
-from jedbatch._record.passes.coalesce import has_cells
-from jedbatch._record.run.constants import OTHER_LENGTHS, constants_made
-from jedbatch._record.run.rows import of_rows
+from jedbatch._record.operations.symbols import Value
+from jedbatch._record.run.constants import OTHER_LENGTHS, ArraysMade
+from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.run.trace import Instances, trace
 from jedbatch._record.run.units import Unit, Units
 from jedbatch._session.records.degenerate import (
@@ -54,6 +55,7 @@ from jedbatch._session.records.degenerate import (
 )
 from jedbatch._session.records.record_cache import RecordCache
 from jedbatch._support.guards import GuardFailed, until_guards_hold
+from jedbatch._support.types import Array
 from jedbatch.errors import PerformanceWarning, SymbolicValueError
 
 MANY_INSTANCES, FEW_INSTANCES = 64, 16  # of a minibatch, and of those that go ahead
@@ -136,11 +138,6 @@ class Recording:
     key: Callable[..., Hashable] | None
     classes: ClassesMet = field(default_factory=dict)
 
-    @functools.cached_property
-    def of_rows(self) -> Callable:
-        """The function as a cell that gets rows of arrays (see `_record.run.rows`)."""
-        return of_rows(self.fn)
-
     def recall(
         self, cache: RecordCache, instances: Sequence[tuple], reached: Reached
     ) -> tuple[Sequence[Record], Sequence[Sequence[Any]]] | None:
@@ -158,7 +155,8 @@ class Recording:
         if found is None:
             return None
         cache.lengths.none_apart()
-        return cache.padding.pad(*found)
+        records, arrays = found
+        return cache.padding.pad(records, _with_constants(records, arrays))
 
     def find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None = None):
         """(records of the instances, their arrays, closed-over tracers, how many were known).
@@ -210,11 +208,9 @@ class Recording:
             keys[:] = plain
         else:
             self._take_keys(look, others, plain)
-        constants: dict[int, list[Any]] = {}
         if self.key is None:
             self._take_sequences(cache, look, others)
             self._take_floats(cache, look, others)
-            constants = self._take_constants(cache, look, others, read)
         are_plain = are_plain and not look.changed
         given = cache.look(keys, arrays)
         if are_plain:  # without arrays
@@ -235,6 +231,7 @@ class Recording:
             if record is None and (k is None or first.setdefault(k, i) == i)
         ]
         if not new:
+            arrays = _with_constants(records, arrays)
             _set_short_apart(cache, records, arrays, given)
             if self.key is None and not (are_plain or look.changed):
                 cache.keep(subjects, records, arrays)
@@ -242,27 +239,18 @@ class Recording:
         revision = cache.revision
         mine, types = [look.instances[i] for i in new], [given[i] for i in new]
         to_record = Instances(mine, [arrays[i] for i in new], new)
-        if constants:
-            made = [constants.get(i, []) for i in new]
-            to_record, read = to_record._replace(constants=made), cache.leave_constants
         with self._with_numbers(cache, mine):
-            try:
-                recorded, own_keys, tracers = self._record(
-                    cache, to_record, types, [keys[i] for i in new], read
-                )
-            except Exception:
-                if constants:  # which may be why
-                    cache.leave_constants()
-                raise
+            recorded, own_keys, tracers = self._record(
+                cache, to_record, types, [keys[i] for i in new], read
+            )
         cache.check(revision)
-        if constants:
-            cache.constants.note_recorded()
-        elif self.key is None and cache.registry.most_lengths >= OTHER_LENGTHS:
+        if self.key is None and cache.registry.most_lengths >= OTHER_LENGTHS:
             cache.begin_constants()
         fresh = dict(zip(new, recorded, strict=True))
         for i, k in enumerate(keys):
             if records[i] is None:
                 records[i] = fresh[i if k is None else first[k]]
+        arrays = _with_constants(records, arrays)
         _set_short_apart(cache, records, arrays, given)
         kept = {i: k for i, k in zip(new, own_keys, strict=True) if k is not None}
         cache.by_key.add([(k, records[i]) for i, k in kept.items()])
@@ -319,36 +307,6 @@ class Recording:
                 arrays = form.arrays(look.arrays[i], made[1])
                 look.change(i, (*without, ("floats", form.arithmetic.read)), arrays, made[0])
 
-    def _take_constants(
-        self, cache: RecordCache, look: Look, which: Sequence[int], read: Callable | None
-    ) -> dict[int, list[Any]]:
-        """Has constants of instances be arrays; returns them, of instances that have some."""
-        constants = cache.constants
-        if cache.lengths.off or not constants.are_looked_for:
-            return {}
-        instances, keys, arrays, _ = look
-        by_key = {i: (cache.number, keys[i]) for i in which if keys[i] is not None}
-        known = {i: constants.known.get(key) for i, key in by_key.items()}
-        new = [i for i in which if known.get(i) is None]
-        if new:
-            mine = Instances([instances[i] for i in new], [arrays[i] for i in new], new)
-            try:
-                made = constants_made(self.fn, constants.scratch, mine, self.join, read)
-            except Exception:  # recording them otherwise fails again
-                constants.leave()
-                return {}
-            for i, own in zip(new, constants.of_any_length(made), strict=True):
-                known[i] = own
-                if i in by_key:
-                    constants.known[by_key[i]] = own
-        found = {i: own for i, own in known.items() if own}
-        for i, own in found.items():
-            key = look.written_key(i, self.classes)
-            tokens = [("array", *array_type(x)) for x in own]
-            key = None if key is None else (*key, ("constants", len(own)), *tokens)
-            look.change(i, key, [*arrays[i], *own])
-        return found
-
     @contextlib.contextmanager
     def _with_numbers(self, cache: RecordCache, instances: Sequence[Any]) -> Iterator[None]:
         """Raises `GuardFailed` if what is recorded inside is to be recorded again.
@@ -400,7 +358,8 @@ class Recording:
         """
         record = functools.partial(trace, self.fn, cache.registry, arrange=self.join)
         if not any(given):
-            records, keep, tracers = self._record_by_lengths(cache, instances, keys, read)
+            by_shapes = functools.partial(record, read=read)
+            records, keep, tracers = record_and_warn(cache, by_shapes, instances)
             own_keys = [k if is_kept else None for k, is_kept in zip(keys, keep, strict=True)]
             return records, own_keys, tracers
         attempt = RaggedRecording(cache, instances, given, keys)
@@ -426,52 +385,22 @@ class Recording:
                     alone()  # complains if lengths are not the reason
                 if own is not None and cache.lengths.join_equal(own, reason):
                     break
-                if instances.constants and instances.constants[number]:
-                    cache.constants.refuse(instances.constants[number])
-                    break
+                if attempt.made.get(number):
+                    cache.constants.note_refused()
                 cache.lengths.give_up(reason, own)
             raise GuardFailed from None
 
-    def _record_by_lengths(
-        self,
-        cache: RecordCache,
-        instances: Instances,
-        keys: Sequence[Hashable],
-        read: Callable | None,
-    ) -> Any:
-        """Records instances with the lengths that their arrays have.
 
-        If those differ, and the function calls no cells, as calls of a cell that gets rows.
-        """
-        options: Any = {"arrange": self.join, "read": read}
-        record = functools.partial(trace, self.fn, cache.registry, **options)
-        calls = cache.calls_of_rows
-        may_be_rows = calls.may_be_made and self.key is None and any(instances.arrays)
-        if instances.constants or not may_be_rows:
-            return record_and_warn(cache, record, instances)
-        families, varied = zip(*map(cache.lengths.varied, keys), strict=True)
-        rows = list(map(calls.leaves, varied, instances.arrays))
-        if calls.are_few or not any(rows):
-            return record_and_warn(cache, record, instances)
-        if calls.why is None:
-            recorded = record_and_warn(cache, record, instances)
-            calls.may_be_made = not has_cells(recorded[0][0].whole)
-            calls.why = cache.lengths.shown if calls.may_be_made else None
-            if calls.why is None:
-                return recorded
-        try:
-            in_rows = functools.partial(trace, self.of_rows, cache.registry, **options)
-            recorded = record_and_warn(cache, in_rows, instances._replace(rows=rows))
-            if calls.share_types(recorded[0][0].whole, cache.registry.arities.padded):
-                calls.families.update(x for x in families if x is not None)
-                return recorded
-        except PerformanceWarning:  # where it is an error
-            raise
-        except Exception:
-            pass  # what cannot be recorded otherwise fails again
-        recorded = record_and_warn(cache, record, instances)
-        calls.may_be_made, calls.why = False, None
-        return recorded
+def _with_constants(
+    records: Sequence[Record], arrays: Sequence[Sequence[Any]]
+) -> Sequence[Sequence[Any]]:
+    """Returns the arrays of instances with those that the function makes behind them."""
+    if not some_are_ragged(records):
+        return arrays
+    return [
+        [*own, *record.constants] if isinstance(record, RaggedRecord) and record.constants else own
+        for record, own in zip(records, arrays, strict=True)
+    ]
 
 
 def _set_short_apart(
@@ -526,6 +455,7 @@ class RaggedRecording:
       number: the instance at hand.
       failed: why instances cannot be recorded, as far as they have been tried.
       asked: what was asked about lengths while each instance was recorded.
+      made: the constants of any length of each, with symbols that are their lengths.
     """
 
     cache: RecordCache
@@ -535,6 +465,7 @@ class RaggedRecording:
     number: int = 0
     failed: dict[int, Exception] = field(default_factory=dict)
     asked: dict[int, Questions] = field(default_factory=dict)
+    made: dict[int, list[tuple[str, Array]]] = field(default_factory=dict)
 
     def record(self, record: Callable) -> tuple[list[Record], list[Hashable], list[Any]]:
         """Returns what `Recording._record` does, with ragged parts cut out of the graphs.
@@ -551,12 +482,22 @@ class RaggedRecording:
                 self.asked[i] = asked = Questions()
                 if given is not None and given.is_told:
                     asked.lengths = given.length_of
+                    asked.told.update((given.lengths[k], n) for k, n in given.extents_known)
                     with take_current_trace() as recorder:
                         asked.trace = recorder
                 note_questions_in(asked)
                 return given and given.types
 
-            instances = self.instances._replace(types=types)
+            every: dict[int, ArraysMade] = {}
+
+            def constants(recorder: Recorder, i: int) -> ArraysMade | None:
+                if self.asked[i].lengths is None:
+                    return None
+                symbol = functools.partial(self._constant, recorder, i)
+                self.made[i], every[i] = [], ArraysMade(cache.constants, symbol)
+                return every[i]
+
+            instances = self.instances._replace(types=types, constants=constants)
             try:
                 graphs, keep, tracers = self._recorded(record, instances)
             except Exception as error:
@@ -572,8 +513,15 @@ class RaggedRecording:
         for i in range(len(graphs)):
             self._turn_to(i)
             self.asked[i].check()
+        if every and cache.constants.note(list(every.values())):
+            raise GuardFailed
         leaf_of = [given and given.symbols for given in self.given]
         num_arrays = list(map(len, self.instances.arrays))
+        for i, own in self.made.items():
+            leaf_of[i] = dict(leaf_of[i] or {})
+            for symbol, _ in own:
+                leaf_of[i].setdefault(symbol, []).append(num_arrays[i])
+                num_arrays[i] += 1
         cuts = cut_graphs(cache.regions, graphs, num_arrays, leaf_of, self._turn_to)
         before = cache.registry.assumptions.version("regions")
         for cut in cuts:
@@ -599,7 +547,11 @@ class RaggedRecording:
                     self.failed[i] = error
         if self.failed:
             raise next(iter(self.failed.values()))
-        for _, members in itertools.groupby(made, lambda i: id(made[i].whole)):
+        for i, own in self.made.items():
+            if own:
+                record = made.get(i) or RaggedRecord.of(graphs[i], num_arrays[i])
+                made[i] = graphs[i] = replace(record, constants=tuple([x for _, x in own]))
+        for _, members in itertools.groupby(sorted(made), lambda i: id(made[i].whole)):
             mine = list(members)
             self.number = mine[0]
             records, leaves = [made[i] for i in mine], [leaf_of[i] or {} for i in mine]
@@ -611,6 +563,22 @@ class RaggedRecording:
             raise GuardFailed
         keys = [self._key(i) if is_kept else None for i, is_kept in enumerate(keep)]
         return graphs, keys, tracers
+
+    def _constant(self, recorder: Recorder, i: int, x: Array) -> Value | None:
+        """Returns the symbol for an array of any length that an instance makes, if there is one."""
+        asked = self.asked[i]
+        assert asked.lengths is not None  # as of all that are asked for constants
+        if not asked.told.keys().isdisjoint(x.shape[1:]):
+            return filled(recorder, x, asked.told)
+        found = self.cache.type_of_constant(x, asked.lengths)
+        if found is None:
+            return None
+        symbol, kind = found
+        asked.told.setdefault(len(x), kind[0][0])
+        asked.answered = True
+        leaf = len(self.instances.arrays[i]) + len(self.made[i])
+        self.made[i].append((symbol, np.array(x) if isinstance(x, np.ndarray) else x))
+        return recorder.leaf_value(recorder.registry.value_type(*kind), leaf, ())
 
     def _key(self, i: int) -> Hashable:
         """Returns the key of an instance: without lengths unless Python was told some."""
