@@ -150,7 +150,6 @@ class OpenAttempt(Attempt):
         call, fibers = self._open_call, self._fibers
         self._shared = self.recorder.share()
         self.recorder.begin(None, ())
-        self._padded.begin()
         try:
             self._admit(first)
             while call.open:

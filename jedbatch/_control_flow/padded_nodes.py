@@ -51,7 +51,7 @@ class PaddedInstance:
       sizes: the capacity for each symbol.
       asked: what is asked about lengths while it is recorded.
       inputs: the symbols whose values nodes read, each with the input that it is.
-      made: arrays that the function makes.
+      made: arrays that the function makes; None before its first turn.
     """
 
     def __init__(self, types: RaggedTypes):
@@ -61,8 +61,9 @@ class PaddedInstance:
         self.sizes: dict[str, int] = {}
         self.resize(max(map(capacity, self.lengths.values()), default=0))
         self.asked = Questions(self.lengths)  # which Python may know: it runs for this one alone
+        self.asked.keeps_numbers = types.keeps_numbers
         self.inputs: dict[str, int] = {}
-        self.made: ArraysMade
+        self.made: ArraysMade | None = None
 
     def resize(self, size: int) -> None:
         """Sets the capacity of arrays."""
@@ -148,8 +149,6 @@ class PaddedNodes:
         self._recorder, self._cache, self._regions = recorder, cache, cache.regions
         self._ends = self._sizes()  # of what need not be looked at
         self._groups: dict[tuple[Hashable, ...], int] = {}
-        for own in filter(None, instances):
-            own.made = ArraysMade(cache.constants, functools.partial(self._constant, own))
 
     def look(self) -> bool:
         """Returns whether to record again, with constants that have been found to have any length.
@@ -160,7 +159,7 @@ class PaddedNodes:
         if constants.are_looked_for is None and _has_many_lengths(self._cache):
             constants.begin()
             return True
-        every = [own.made for own in self.instances if own]
+        every = [own.made for own in self.instances if own and own.made]
         return bool(constants.are_looked_for) and constants.note(every)
 
     def _constant(self, own: PaddedInstance, x: Array) -> Value | None:
@@ -181,9 +180,13 @@ class PaddedNodes:
         own = self.instances[number]
         if own is not self.own:
             self.own, self._ends = own, self._sizes()
-        if self._cache.constants.are_looked_for:
-            self._recorder.have_constants(own.made if own else {})
-        if own is not None:
+        if own is None:
+            self._recorder.have_constants(None)
+        else:
+            if own.made is None:
+                symbol = functools.partial(self._constant, own)
+                own.made = ArraysMade(self._recorder, self._cache.constants, symbol)
+            self._recorder.have_constants(own.made)
             own.asked.trace = self._recorder
             note_questions_in(own.asked)
 

@@ -122,6 +122,8 @@ class Stepwise:
             learned = cache.learn(own.types, own.asked, error)
             if learned or cache.lengths.join_equal(own.types, error):
                 return results
+            if cache.lengths.keep_numbers(own.types, own.asked):
+                return results
             if len(own.lengths) > len(own.symbols):
                 cache.constants.note_refused()
             cache.lengths.give_up(error, own.types)

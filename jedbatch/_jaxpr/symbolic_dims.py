@@ -85,6 +85,8 @@ class Questions:
       trace: where Python may know them; elsewhere, what it decides would hold for other instances.
       told: lengths that Python knows, each with its extent.
       answered: whether what is recorded is for these lengths alone.
+      keeps_numbers: whether no extents take the place of these lengths where Python uses them.
+      placed: whether some may have taken it.
       refused: what Python has decided on, in words. The function may have caught the errors.
       unequal: pairs of symbols that JAX was not told to be the same where it compared them.
       few: extents of which JAX asked whether they are 1 at least, as of `n - 1` or `16 - n`.
@@ -95,7 +97,7 @@ class Questions:
     def __init__(self, lengths: Mapping[str, int] | None = None, trace: Any = None) -> None:
         self.lengths, self.trace = lengths, trace
         self.told: dict[int, Any] = {}
-        self.answered = False
+        self.answered = self.keeps_numbers = self.placed = False
         self.refused: list[str] = []
         self.unequal: list[tuple[str, str]] = []
         self.few: list[Any] = []
@@ -129,9 +131,21 @@ def length_known(extent: Any) -> int | None:
     return number
 
 
-def lengths_told() -> Mapping[int, Any]:
-    """Returns the lengths that Python knows in what is recorded, each with its extent."""
-    return {} if _asked.questions is None else _asked.questions.told
+def extents_told(trace: Any) -> Mapping[int, Any]:
+    """Returns the extents that take the place of lengths that Python knows in what a trace records.
+
+    That they do is noted.
+    """
+    questions = _asked.questions
+    if questions is None or questions.trace is not trace or questions.keeps_numbers:
+        return {}
+    questions.placed |= bool(questions.told)
+    return questions.told
+
+
+def is_told(extent: AxisSize, number: int, told: Mapping[int, Any]) -> bool:
+    """Returns whether Python has been told that a number is the value of an extent."""
+    return number in told and _text(told[number]) == _text(extent)
 
 
 @contextlib.contextmanager

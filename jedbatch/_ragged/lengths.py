@@ -75,6 +75,7 @@ class RaggedTypes(NamedTuple):
       lengths: of its arrays; -1 for numbers.
       alike: equal for instances that are recorded alike, whatever their lengths.
       is_told: whether Python is told the lengths if it asks.
+      keeps_numbers: whether these stay numbers where Python uses them.
     """
 
     key: Hashable
@@ -84,6 +85,7 @@ class RaggedTypes(NamedTuple):
     lengths: list[int]
     alike: Alike
     is_told: bool = False
+    keeps_numbers: bool = False
 
     @property
     def key_if_told(self) -> Hashable:
@@ -140,6 +142,7 @@ class Lengths:
         self._apart: dict[tuple[Hashable, bytes, tuple[int, ...] | None], str] = {}
         self._in_vain = 0  # instances that could not be recorded since one that could
         self.why_told: str | None = None
+        self._with_numbers: dict[tuple, None] = Memory(MOST_APART)  # instances that keep numbers
         self._are_all_told = False
         self._num_told = 0  # instances that could not be recorded since Python asked
         self.apart: str | None = None
@@ -207,7 +210,8 @@ class Lengths:
         types, lengths = list(map(array_type, arrays)), [len(x) if x.ndim else -1 for x in arrays]
         if (key, b"", (*lengths,)) in self._apart:
             return None
-        return RaggedTypes(key, types, {}, LengthFamily(types), lengths, (key, b""), True)
+        own = key, types, {}, LengthFamily(types), lengths, (key, b"")
+        return RaggedTypes(*own, True, (key, *lengths) in self._with_numbers)
 
     def _say_apart(self, apart: Mapping[str, Sequence[int]], count: int) -> None:
         """Notes which of so many instances are told apart by their lengths, by the reasons."""
@@ -280,7 +284,8 @@ class Lengths:
         key: Hashable = None
         if general is not None:
             key = ("ragged", scope, general, classes, which)
-        return RaggedTypes(key, types, symbols, family, lengths, (general, equal), is_told)
+        own = key, types, symbols, family, lengths, (general, equal)
+        return RaggedTypes(*own, is_told, (general, *lengths) in self._with_numbers)
 
     def _symbolic(
         self,
@@ -423,6 +428,21 @@ class Lengths:
         self.why_told = self.why_told or _reason(error)
         self._num_told += 1
         self._are_all_told |= self._num_told > MOST_IN_VAIN
+        self._assumptions.fail("lengths")
+        return True
+
+    def keep_numbers(self, recorded: RaggedTypes, asked: Questions) -> bool:
+        """Keeps lengths that Python knows as numbers in an instance; False if they were kept.
+
+        A number may be a length by chance.
+
+        Args:
+          recorded: the types of an instance that could not be recorded.
+          asked: what was asked about lengths meanwhile.
+        """
+        if not asked.placed:
+            return False
+        self._with_numbers[recorded.alike[0], *recorded.lengths] = None
         self._assumptions.fail("lengths")
         return True
 

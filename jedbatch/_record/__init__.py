@@ -53,44 +53,45 @@ Read in this order:
    indexed.
 27. `operations.known_operations`: Operations that were recorded before: they are recorded again by
    what they read.
-28. `operations.indexing`: Indexing symbols.
-29. `operations.containers`: Containers of shared arguments: cells get them whole, and know them by
+28. `operations.lengths_told`: Lengths that Python knows, where it hands them to JAX as numbers.
+29. `operations.indexing`: Indexing symbols.
+30. `operations.containers`: Containers of shared arguments: cells get them whole, and know them by
    a token.
-30. `operations.filled_arrays`: Arrays that are filled with a number while something is recorded,
+31. `operations.filled_arrays`: Arrays that are filled with a number while something is recorded,
    such as `jnp.zeros(8)`.
-31. `operations.static_numbers`: Numbers that JAX keeps as parameters of operations, as data:
+32. `operations.static_numbers`: Numbers that JAX keeps as parameters of operations, as data:
    lengths of loops, and exponents.
-32. `operations.inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces
+33. `operations.inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces
    them into many programs.
-33. `operations.sequences`: Sequences of numbers in instances that become arrays in the function:
+34. `operations.sequences`: Sequences of numbers in instances that become arrays in the function:
    arrays of any length.
-34. `operations.floats`: Floats of instances: constants until many sets of them were met, then
+35. `operations.floats`: Floats of instances: constants until many sets of them were met, then
    operands.
-35. `operations.stacking`: Stacks of the elements of a sequence, or of what is computed from each,
+36. `operations.stacking`: Stacks of the elements of a sequence, or of what is computed from each,
    from an array of them.
-36. `calls.fast_path`: Recording calls of cells the second time: by a description of their
+37. `calls.fast_path`: Recording calls of cells the second time: by a description of their
    arguments.
-37. `calls.slow_path`: Recording calls of cells the first time, and those without a short
+38. `calls.slow_path`: Recording calls of cells the first time, and those without a short
    description.
-38. `run.recorder`: A recorder of what a function does to symbolic values.
-39. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
-40. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
-41. `run.recursion`: Recursion deeper than Python's limit.
-42. `run.trace`: Recording a minibatch: every instance of it as a graph.
-43. `run.constants`: Constants of instances: the arrays that a function makes itself, of any length.
-44. `run.units`: Units: the functions of the user that would be cells of the operations that are
+39. `run.recorder`: A recorder of what a function does to symbolic values.
+40. `run.evaluate`: `evaluate`: graphs prepared with NumPy, computed with cells.
+41. `run.thread_settings`: The settings of a thread, for work that goes on in another one.
+42. `run.recursion`: Recursion deeper than Python's limit.
+43. `run.trace`: Recording a minibatch: every instance of it as a graph.
+44. `run.constants`: Constants of instances: the arrays that a function makes itself, of any length.
+45. `run.units`: Units: the functions of the user that would be cells of the operations that are
    recorded.
-45. `passes.patterns`: Patterns: what several operations compute that become one node.
-46. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
+46. `passes.patterns`: Patterns: what several operations compute that become one node.
+47. `passes.blocks`: Blocks of operations: a graph some of whose nodes have become one, and what
    they compute.
-47. `passes.coalesce`: Finding cells without marks: operations that always run together become one
+48. `passes.coalesce`: Finding cells without marks: operations that always run together become one
    node.
-48. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
-49. `passes.list_regions`: Nodes of a recording, and how some of them become one.
-50. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
+49. `passes.list_axes`: The axes of arrays that have a row for each element of a list.
+50. `passes.list_regions`: Nodes of a recording, and how some of them become one.
+51. `passes.list_uses`: Uses of lists: what is done with a list at one time, where it is read again
    and again.
-51. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
+52. `passes.lists`: Lists outside of cells: what is done with stacks of values becomes nodes that
    read the elements.
-52. `passes.projections`: Input projections: products of a cell that no recursion waits for become
+53. `passes.projections`: Input projections: products of a cell that no recursion waits for become
    nodes of their own.
 """

@@ -234,6 +234,7 @@ def test_minibatches_that_come_again_are_not_planned_again():
     assert not planned_anew(batched, instances)[1]
 
 
+@pytest.mark.filterwarnings("ignore::jedbatch.errors.GroupedByShapesWarning")
 def test_inputs_of_minibatches_that_come_again():
     """Values of arrays are no part of what is kept."""
     fn = lambda p, x: jnp.tanh(x @ p).sum() if len(x) == 2 else x.sum()  # noqa: E731

@@ -7,19 +7,15 @@ has to be found again. This is the short way to it: what a step gave is kept und
 as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import set_current_trace
 
-from jedbatch._record.cell import pause
 from jedbatch._record.identity.primitives import identity_of_constant
 from jedbatch._record.operations.symbols import RecorderLike
-from jedbatch._support.types import Array, AxisSize, Leaf
+from jedbatch._support.types import Array, Leaf
 
 _FILLING = frozenset({"broadcast_in_dim", "convert_element_type"})
 _NUMBERS = frozenset({bool, int, float, complex})
@@ -58,33 +54,10 @@ def filling_key(primitive: Any, operands: Sequence[Leaf], params: dict[str, Any]
 def known_filling(
     recorder: RecorderLike, primitive: Any, operands: Sequence[Leaf], params: dict[str, Any]
 ) -> tuple[Any, Array | None]:
-    """Returns (the key of a step, see `filling_key`; the array that it gives, or None).
-
-    An array is repeated by NumPy, since JAX would compile each shape.
-    """
+    """Returns (the key of a step, see `filling_key`; the array that it gave before, or None)."""
     key = filling_key(primitive, operands, params)
     found = None if key is None else recorder.registry.constants.get(key)
     if found is None:
-        (x,) = operands if key is not None else (None,)
-        if primitive.name != "broadcast_in_dim" or not isinstance(x, jax.Array) or x.weak_type:
-            return key, None
-        with pause(), jax.ensure_compile_time_eval():
-            array = jnp.asarray(np.full(params["shape"], np.asarray(x)))
-        found = recorder.registry.constants[key] = [array, x]
+        return key, None
     recorder.trust(operands[0])
     return key, found[0]
-
-
-def filled(recorder: Any, x: Array, told: Mapping[int, AxisSize]) -> Leaf | None:
-    """Returns a symbol for an array that is filled with a number; None if it is another one.
-
-    Args:
-      recorder: of the instance that makes it.
-      x: the array.
-      told: lengths with the extents that its axes have in place of them.
-    """
-    values = np.asarray(x)
-    if not values.size or (values != values.flat[0]).any():
-        return None
-    with set_current_trace(recorder):  # there is none while an operation is processed
-        return jnp.full([told.get(n, n) for n in x.shape], values.flat[0], x.dtype)

@@ -4,13 +4,13 @@ Indices known while recording give inputs, or look-ups whose row is a value, ins
 which every index makes a type of its own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jedbatch._jaxpr.symbolic_dims import is_ragged, length_known, lengths_told
+from jedbatch._jaxpr.symbolic_dims import extents_told, is_ragged, length_known
 from jedbatch._record.identity.arithmetic import read_by_jax
 from jedbatch._record.identity.primitives import identity_of_constant
 from jedbatch._record.operations.known_operations import (
@@ -19,6 +19,7 @@ from jedbatch._record.operations.known_operations import (
     operate,
     record_again,
 )
+from jedbatch._record.operations.lengths_told import index_with_extents
 from jedbatch._record.operations.symbols import (
     RecorderLike,
     Shared,
@@ -29,17 +30,16 @@ from jedbatch._record.operations.symbols import (
 )
 from jedbatch._support.types import Leaf, PyTree
 
-FEW_ROWS = 3  # of which one more or less is none of the lengths that are told
 PICK = "pick"  # the operation `value[i]`, where i is a value
 
 
 def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     """Static indexing of an array of the instance gives an input, not a node."""
-    item = with_extents(recorder.with_constants(item))
+    item = index_with_extents(recorder, recorder.with_constants(item))
     leaf = recorder.leaves.get(value.index) if recorder.active else None
     number = isinstance(item, WHOLE) and not isinstance(item, bool)
     shape = value.shape
-    if is_ragged(shape) and (number or (lengths_told() and _is_window(item))):
+    if is_ragged(shape) and (number or (extents_told(recorder) and _is_window(item))):
         shape = (length_known(shape[0]) or shape[0], *shape[1:])  # the place may be known
     if leaf is None or not is_static(item) or is_ragged(shape):
         if recorder.active and shape and not is_ragged(shape):
@@ -60,30 +60,6 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
         shape = np.broadcast_to(np.False_, shape)[item].shape
     kind = recorder.registry.value_type(shape, value.dtype, value.aval.weak_type)
     return recorder.leaf_value(kind, leaf[0], (*leaf[1], item))
-
-
-def with_extents(item: Any) -> Any:
-    """Returns an index that cuts at extents where it cuts at lengths that Python has been told.
-
-    `table[: len(x)]` is as long as x then, for whatever length. So it is with one row more or less.
-    """
-    told = lengths_told()
-    if told and isinstance(item, tuple):
-        return tuple(map(with_extents, item))
-    if not told or not isinstance(item, slice) or item.step not in (None, 1):
-        return item
-    start, stop = item.start, item.stop
-    if start in (None, 0):
-        return slice(None, _extent(stop, told))
-    is_end = stop is None and type(start) is int and start < 0
-    return slice(-_extent(-start, told), None) if is_end else item
-
-
-def _extent(bound: Any, told: Mapping[int, Any]) -> Any:
-    if type(bound) is not int or bound < 2:
-        return bound
-    near = (bound,) if bound < FEW_ROWS else (bound, bound + 1, bound - 1)
-    return next((told[number] + (bound - number) for number in near if number in told), bound)
 
 
 def _is_window(item: Any) -> bool:
@@ -164,7 +140,7 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
     Numbers are those of Python. Arrays hold whole numbers that are known, and differ from instance
     to instance: JAX would compute where they are, operation by operation.
     """
-    item = with_extents(recorder.with_constants(item))
+    item = index_with_extents(recorder, recorder.with_constants(item))
     items = item if isinstance(item, tuple) else (item,)
     if recorder.stacking is not None:
         items = tuple(map(read_by_jax, items))

@@ -13,18 +13,23 @@ The function still sees how long they are where it looks at what it made them of
 """
 
 import collections
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import set_current_trace
 
-from jedbatch._jaxpr.symbolic_dims import lengths_told
+from jedbatch._jaxpr.storage import is_key
+from jedbatch._jaxpr.symbolic_dims import extents_told
+from jedbatch._record.run.recorder import Recorder
 from jedbatch._record.types.registry import Registry
-from jedbatch._support.types import Array
+from jedbatch._support.types import Array, AxisSize, Dtype
 
 OTHER_LENGTHS = 3  # that are met besides the first before constants are looked for
 DIFFERENT_INSTANCES = 3  # of different lengths that make constants arrays of any length
 MOST_TRIED = 64  # instances without such arrays, before nobody looks for them any more
+LEAST_ROOM = 8  # along an axis, padded to a power of two
 MOST_IN_VAIN = 4  # instances that cannot be recorded with theirs, before nobody has any
 
 # Shape without length, and dtype; None for an extent that Python has been told as a length.
@@ -70,6 +75,8 @@ class Constants:
     def note(self, every: "Sequence[ArraysMade]") -> bool:
         """Notes what instances make; returns whether to record them again, since lengths differ."""
         self._in_vain = 0
+        if not self.are_looked_for:
+            return False
         for made in every:
             lengths: dict[Kind, set[int]] = {}
             for kind, length in made.every:
@@ -92,31 +99,35 @@ class Constants:
         """Returns whether the function reaches an array, which is not made by an instance then."""
         return id(x) in self._registry.things_reached
 
-    def has_any_length(self, kind: Kind, length: int, *, is_told: bool = False) -> bool:
-        """Returns whether arrays of a kind differ in length, and not all instances have this one.
+    def has_any_length(self, kind: Kind, length: int) -> bool:
+        """Returns whether arrays of a kind differ in length, and some instances make none of it."""
+        are_many = len(self._met.get(kind, ())) >= DIFFERENT_INSTANCES
+        return bool(self.are_looked_for) and are_many and length not in self._always[kind]
 
-        If Python has been told the length, one instance says so.
-        """
-        if is_told and self._num_met[kind] < DIFFERENT_INSTANCES:
-            return True
-        are_many = is_told or len(self._met.get(kind, ())) >= DIFFERENT_INSTANCES
-        return are_many and length not in self._always[kind]
+    def always_makes(self, kind: Kind, length: int) -> bool:
+        """Returns whether all instances make an array of a kind that is as long."""
+        are_known = self._num_met[kind] >= DIFFERENT_INSTANCES
+        return are_known and length in self._always[kind]
 
 
 class ArraysMade:
     """The arrays that an instance makes, with symbols in the place of those of any length.
 
+    Those as long as Python knows arguments to be have any length, too, and so along other axes.
+
     Args:
-      constants: knows which have any length.
-      symbol: called with such an array, returns the symbol for it; None if there is none.
+      recorder: of the instance.
+      constants: knows which others have any length.
+      symbol: called with an array with rows, returns one for it of any length; None if there is
+        none.
 
     Attributes:
       every: (kind, length) of each.
       fixed: of those that did not have any length when they were made.
     """
 
-    def __init__(self, constants: Constants, symbol: Callable[[Array], Any]):
-        self._constants, self._symbol = constants, symbol
+    def __init__(self, recorder: Recorder, constants: Constants, symbol: Callable[[Array], Any]):
+        self._recorder, self._constants, self._symbol = recorder, constants, symbol
         self._placed: dict[Hashable, Any] = {}
         self.every: list[tuple[Kind, int]] = []
         self.fixed: list[tuple[Kind, int]] = []
@@ -131,13 +142,43 @@ class ArraysMade:
         if not np.ndim(x) or self._constants.is_reached(x):
             return x
         if key not in self._placed:
-            told, value = lengths_told(), None
-            length, *others = x.shape
-            kind = tuple([None if n in told else n for n in others]), x.dtype
-            self.every.append((kind, length))
-            if self._constants.has_any_length(kind, length, is_told=length in told):
-                value = self._symbol(x)
-            else:
-                self.fixed.append((kind, length))
+            value = self._value(x)
             self._placed[key] = x if value is None else value
         return self._placed[key]
+
+    def extents(self, shape: Sequence[int], dtype: Dtype) -> Mapping[int, AxisSize]:
+        """Returns the extents that take the place of numbers in the shape of an array it makes.
+
+        There are none for an array that all instances make.
+        """
+        told = extents_told(self._recorder)
+        kind = tuple([None if n in told else n for n in shape[1:]]), dtype
+        self.every.append((kind, shape[0]))
+        return {} if self._constants.always_makes(kind, shape[0]) else told
+
+    def _value(self, x: Array) -> Any:
+        """Returns a symbol for an array; None if there is none."""
+        told = self.extents(x.shape, x.dtype)
+        axes = [k for k in range(1, x.ndim) if x.shape[k] in told and not is_key(x.dtype)]
+        if len(x) in told or self._constants.has_any_length(*self.every[-1]):
+            return self._table(self._symbol, x, axes)
+        self.fixed.append(self.every[-1])
+        return self._table(self._recorder.input, x, axes) if axes else None
+
+    def _table(self, symbol: Callable[[Array], Any], x: Array, axes: Sequence[int]) -> Any:
+        """Returns a symbol for an array of which some axes behind the first have any length.
+
+        The array is padded along these, and cut to the extents.
+        """
+        if not axes:
+            return symbol(x)
+        told = extents_told(self._recorder)
+        pads = np.zeros((x.ndim, 2), int)
+        pads[axes, 1] = [
+            max(LEAST_ROOM, 1 << (x.shape[k] - 1).bit_length()) - x.shape[k] for k in axes
+        ]
+        value = symbol(np.pad(np.asarray(x), pads))
+        with set_current_trace(self._recorder):  # there is none while an operation is processed
+            for axis in axes:
+                value = jnp.take(value, jnp.arange(told[x.shape[axis]]), axis=axis, mode="clip")
+        return value

@@ -75,6 +75,7 @@ from jedbatch._record.operations.known_operations import (
     record_again,
     way_of,
 )
+from jedbatch._record.operations.lengths_told import MAKES_ARRAYS, params_with_extents
 from jedbatch._record.operations.sequences import Elements, Sequenced, check_elements
 from jedbatch._record.operations.stacking import MAKES_STACKS, Stacking
 from jedbatch._record.operations.static_numbers import (
@@ -176,7 +177,7 @@ class Recorder(Trace):
       cells: descriptions of the functions of cells.
       computed: arrays that were computed from numbers and constants, by id.
       leaves: (number, path) of the instance's arrays and their parts, by reference.
-      constants: symbols of the arrays of the instance that the function makes, by their identity.
+      constants: places symbols for arrays that the function makes; or None.
       read: gives the value of a symbol as a NumPy array; None if values are not to be had.
       leaving: is told of symbols whose values leave JAX, and by what, before they do; or None.
       together: what some functions return, which may wait for values each on its own.
@@ -226,7 +227,7 @@ class Recorder(Trace):
         self.watched: dict[int, Watched] = {}  # containers that may change
         self._fast_path, self._forget_objects, self._next_instance = fast_path(self)
         self.call_cell = self._fast_path
-        self.constants: Any = {}
+        self.constants: Any = None
         self.noting = noting
         self.keeps_types = False
         self.has_numbers = False  # of Python, for floats and elements of the instance
@@ -276,7 +277,7 @@ class Recorder(Trace):
         self.turn_to(instance)
         self.has_numbers, self.stacking = False, None
         self.call_cell = self._fast_path
-        self.constants = {}
+        self.constants = None
         return self.symbolic(instance, arrays, types) if arrays else instance
 
     def turn_to(self, instance: PyTree) -> None:
@@ -297,7 +298,7 @@ class Recorder(Trace):
             self.registry = weakref.proxy(self.registry)
         for memory in (self.known, self.containers, self.kept, self.computed, self.leaves):
             memory.clear()
-        self.constants = {}
+        self.constants = None
         self.cells.clear()
         self.watched.clear()
         self.cells_of_instance.clear()
@@ -372,7 +373,7 @@ class Recorder(Trace):
         return self.input(x)
 
     def have_constants(self, constants: Any) -> None:
-        """Has symbols take the place of constants that a mapping has, in calls of cells, too."""
+        """Has symbols take the place of constants, in calls of cells, too."""
         self.constants, self.call_cell = constants, self._call_with_constants
 
     def with_constants(self, tree: PyTree) -> PyTree:
@@ -479,6 +480,8 @@ class Recorder(Trace):
             row = row_of_weight(self, tracers[0], params)
             if row is not None:
                 return self._operation("slice", "row", _row, [tracers[0], row])[0]
+        if self.constants and primitive.name in MAKES_ARRAYS:
+            params = params_with_extents(self.constants, primitive.name, tracers, params)
         filling, known = known_filling(self, primitive, tracers, params)
         if known is not None:
             return self.made([known], tracers)[0]

@@ -41,7 +41,6 @@ from jedbatch._record.instances.key import (
     plain_keys,
     written_key,
 )
-from jedbatch._record.operations.filled_arrays import filled
 from jedbatch._record.operations.floats import Floating, without_floats
 from jedbatch._record.operations.symbols import Value
 from jedbatch._record.run.constants import OTHER_LENGTHS, ArraysMade
@@ -385,6 +384,8 @@ class Recording:
                     alone()  # complains if lengths are not the reason
                 if own is not None and cache.lengths.join_equal(own, reason):
                     break
+                if own and questions and cache.lengths.keep_numbers(own, questions):
+                    continue
                 if attempt.made.get(number):
                     cache.constants.note_refused()
                 cache.lengths.give_up(reason, own)
@@ -481,7 +482,7 @@ class RaggedRecording:
                 self.number, given = i, self.given[i]
                 self.asked[i] = asked = Questions()
                 if given is not None and given.is_told:
-                    asked.lengths = given.length_of
+                    asked.lengths, asked.keeps_numbers = given.length_of, given.keeps_numbers
                     asked.told.update((given.lengths[k], n) for k, n in given.extents_known)
                     with take_current_trace() as recorder:
                         asked.trace = recorder
@@ -494,7 +495,7 @@ class RaggedRecording:
                 if self.asked[i].lengths is None:
                     return None
                 symbol = functools.partial(self._constant, recorder, i)
-                self.made[i], every[i] = [], ArraysMade(cache.constants, symbol)
+                self.made[i], every[i] = [], ArraysMade(recorder, cache.constants, symbol)
                 return every[i]
 
             instances = self.instances._replace(types=types, constants=constants)
@@ -568,8 +569,6 @@ class RaggedRecording:
         """Returns the symbol for an array of any length that an instance makes, if there is one."""
         asked = self.asked[i]
         assert asked.lengths is not None  # as of all that are asked for constants
-        if not asked.told.keys().isdisjoint(x.shape[1:]):
-            return filled(recorder, x, asked.told)
         found = self.cache.type_of_constant(x, asked.lengths)
         if found is None:
             return None
