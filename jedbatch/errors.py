@@ -214,14 +214,14 @@ class GroupedByShapesWarning(PerformanceWarning):
 
     **Reason.** Arrays of different lengths run together if every operation on them is known to
     work row by row, or for rows of one instance together. The message names one that is not, or
-    the place where Python decides on a length. Where what is done to arrays depends on the
-    structure of the instance, as where they are the states of a tree, they must be as long as
-    arrays of the instance; if they are as long as several of these put end to end, or are tables
-    [n, m], each structure is compiled by itself.
+    the place where Python asks for a length in a cell or a jit-ted function. Where what is done to
+    arrays depends on the structure of the instance, as where they are the states of a tree, they
+    must be as long as arrays of the instance; if they are as long as several of these put end to
+    end, or are tables [n, m], each structure is compiled by itself.
 
-    **Cure.** Leave lengths to `jnp` (`x.sum(0)`, not a loop over `range(len(x))`), write
-    `x.shape[0]` in place of `len(x)`, which Python makes a number, put what needs a fixed length
-    into a cell, or pad arrays to a few lengths. Some functions of JAX make a number of a length:
+    **Cure.** Write `x.shape[0]` in place of `len(x)`, which Python makes a number, put what needs a
+    fixed length into a cell, or pad arrays to a few lengths. Some functions of JAX make a number of
+    a length:
     for `lax.associative_scan` write `lax.cumsum` and its like, or `lax.scan`; for
     `jnp.searchsorted` and `jnp.digitize` count, `(table < x[:, None]).sum(1)`.
     """

@@ -123,8 +123,10 @@ def length_known(extent: Any) -> int | None:
         return None
     with take_current_trace() as current:
         trace = current
-    if trace is not questions.trace:
-        return None
+    while trace is not questions.trace:
+        trace = getattr(trace, "parent_trace", None)  # of `jax.grad` and `jax.vmap`
+        if trace is None:
+            return None
     number = int(extent_at(extent, questions.lengths))
     questions.told.setdefault(number, extent)
     questions.answered = True

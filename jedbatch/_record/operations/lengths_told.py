@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from jax.core import Tracer
 
-from jedbatch._jaxpr.symbolic_dims import extents_told, is_ragged, is_told
+from jedbatch._jaxpr.symbolic_dims import LengthDecisionError, extents_told, is_ragged, is_told
 from jedbatch._record.operations.symbols import RecorderLike
 from jedbatch._support.types import Leaf
 
@@ -55,23 +55,21 @@ def params_with_extents(
     """Returns parameters of an operation that makes arrays, of extents in place of lengths.
 
     Args:
-      made: the arrays that the instance makes.
+      made: the arrays that the instance makes; None if its lengths are not known.
       name: of the operation, one of `MAKES_ARRAYS`.
       operands: what it reads.
       params: its parameters.
+
+    Raises:
+      LengthDecisionError: an array is reshaped to other sizes than it has for all lengths.
     """
     of = [x.shape if isinstance(x, Tracer) else np.shape(x) for x in operands]
     if name == "reshape":
-        sizes = params["new_sizes"]
-        if not is_ragged(of[0]) or not sizes:
-            return params
-        told = made.extents(sizes, None)
-        new = tuple([told.get(n, n) for n in sizes])
-        return {**params, "new_sizes": new} if math.prod(new) == math.prod(of[0]) else params
+        return {**params, "new_sizes": _sizes(made, of[0], params["new_sizes"])}
     shape = list(params["shape"])
     if not shape or is_ragged(shape):
         return params
-    told = made.extents(shape, params.get("dtype") or operands[0].dtype)
+    told = {} if made is None else made.extents(shape, params.get("dtype") or operands[0].dtype)
     places = params.get("broadcast_dimensions", ())
     for axis, n in enumerate(shape):
         own = of[0][places.index(axis)] if axis in places else 1
@@ -80,3 +78,16 @@ def params_with_extents(
         elif own != n and n > 1:
             shape[axis] = told.get(n, n)
     return {**params, "shape": tuple(shape)}
+
+
+def _sizes(made: Any, shape: Sequence[Any], sizes: Sequence[Any]) -> Sequence[Any]:
+    """Returns the sizes that an array is reshaped to, which JAX does not compare with extents."""
+    if not is_ragged(shape) or is_ragged(sizes):
+        return sizes
+    told = {} if made is None else made.extents(sizes, None)
+    axes = [axis for axis, n in enumerate(sizes) if n in told]
+    for replaced in (*([axis] for axis in axes), axes):
+        new = [told[n] if axis in replaced else n for axis, n in enumerate(sizes)]
+        if math.prod(new) == math.prod(shape):
+            return tuple(new)
+    raise LengthDecisionError("an array of any length is given a fixed shape")

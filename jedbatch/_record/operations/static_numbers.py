@@ -17,12 +17,12 @@ from jax.extend.core import jaxpr_as_fun, set_current_trace
 
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.storage import is_key
-from jedbatch._jaxpr.symbolic_dims import is_ragged
+from jedbatch._jaxpr.symbolic_dims import extents_told, is_ragged
 from jedbatch._jaxpr.versions import scan_parts
 from jedbatch._record.identity.assumptions import MAX_CONSTANT_NUMBERS
 from jedbatch._record.operations.symbols import RecorderLike, Shared, Symbol, Value
 from jedbatch._record.types.shared_operands import MAX_SIZE
-from jedbatch._support.types import Leaf
+from jedbatch._support.types import AxisSize, Leaf
 
 MAX_STEPS = 4096  # longer loops have a type for each length
 STATIC = {"scan": "length", "integer_pow": "y"}
@@ -41,10 +41,13 @@ def with_data(
       values: what it reads.
       params: its parameters.
     """
-    if any(isinstance(x, jax.core.Tracer) and is_ragged(x.shape) for x in values):
-        return None
     name = STATIC[primitive.name]
     number = params[name]
+    extent = extents_told(recorder).get(number) if primitive.name == "scan" else None
+    if extent is not None and sum(parts := _parts(primitive, values, params)) == len(values):
+        return _scanned(recorder, values, params, parts, extent)
+    if any(isinstance(x, jax.core.Tracer) and is_ragged(x.shape) for x in values):
+        return None
     if primitive.name == "scan":
         if not isinstance(number, int) or number > MAX_STEPS:
             return None
@@ -122,6 +125,27 @@ def _parts(primitive: Any, values: Sequence[Leaf], params: Mapping[str, Any]) ->
     kinds = [jax.ShapeDtypeStruct(np.shape(x), x.dtype) for x in values]
     traced = jax.make_jaxpr(lambda *xs: primitive.bind(*xs, **params))(*kinds)
     return scan_parts(traced.eqns[-1])
+
+
+def _scanned(
+    recorder: RecorderLike,
+    values: Sequence[Leaf],
+    params: dict[str, Any],
+    parts: tuple[int, int],
+    extent: AxisSize,
+) -> list[Leaf]:
+    """Returns the results of a scan of no rows whose number of steps is an extent."""
+    num_consts, num_carry = parts
+    program = jaxpr_as_fun(params["jaxpr"])
+
+    def step(carry: Sequence[Leaf], _: Leaf) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
+        out = program(*values[:num_consts], *carry)
+        return out[:num_carry], out[num_carry:]
+
+    with set_current_trace(recorder):
+        steps = jnp.arange(extent)
+        carry, rows = lax.scan(step, list(values[num_consts:]), steps, reverse=params["reverse"])
+    return [*carry, *rows]
 
 
 def _unrolled(

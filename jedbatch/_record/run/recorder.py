@@ -480,7 +480,7 @@ class Recorder(Trace):
             row = row_of_weight(self, tracers[0], params)
             if row is not None:
                 return self._operation("slice", "row", _row, [tracers[0], row])[0]
-        if self.constants and primitive.name in MAKES_ARRAYS:
+        if primitive.name in MAKES_ARRAYS and (self.constants or primitive.name == "reshape"):
             params = params_with_extents(self.constants, primitive.name, tracers, params)
         filling, known = known_filling(self, primitive, tracers, params)
         if known is not None:

@@ -109,8 +109,16 @@ def trace(
     Returns:
       The graph of the instances, and what else is known of them.
     """
-    record = functools.partial(record_instances, fn, registry, instances, arrange, read, noting)
-    recorder, outputs, forms, caching, ends = in_one_way(record, registry)
+    record = functools.partial(_record, fn, registry, instances, arrange, read, noting)
+    looks = itertools.count()
+
+    def assumed() -> int:
+        """The operands: where they change, the same is recorded in two ways."""
+        more = () if next(looks) > 2 * MAX_RECORDINGS else ("numbers", "variants")
+        return registry.assumptions.version("shared", *more)
+
+    recorded = until_guards_hold(lambda: deeply(record), assumed)
+    recorder, outputs, forms, caching, ends = recorded
     columns = recorder.written
     flat = np.fromiter(itertools.chain.from_iterable(ends), np.int64)
     try:
@@ -120,18 +128,6 @@ def trace(
     if any(getattr(x, "sequences", None) for x in instances.mapped):
         graph = with_inputs(without_unread(graph))  # of stacks that arrays take the place of
     return Traced(graph, forms, caching, recorder.tracers)
-
-
-def in_one_way(record: Callable, registry: Registry) -> Any:
-    """Returns what is recorded, again where operands changed meanwhile."""
-    looks = itertools.count()
-
-    def assumed() -> int:
-        """The operands: where they change, the same is recorded in two ways."""
-        more = () if next(looks) > 2 * MAX_RECORDINGS else ("numbers", "variants")
-        return registry.assumptions.version("shared", *more)
-
-    return until_guards_hold(lambda: deeply(record), assumed)
 
 
 def _overflow(
@@ -156,7 +152,7 @@ def _overflow(
     return None
 
 
-def record_instances(fn, registry, instances, arrange, read, noting):
+def _record(fn, registry, instances, arrange, read, noting):
     """(recorder, outputs, form of each result, whether to keep each, where each instance ends)."""
     caller = trace_of_caller()
     recorder = Recorder(registry, caller, read, noting=noting)
