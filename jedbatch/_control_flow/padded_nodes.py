@@ -51,7 +51,7 @@ class PaddedInstance:
       sizes: the capacity for each symbol.
       asked: what is asked about lengths while it is recorded.
       inputs: the symbols whose values nodes read, each with the input that it is.
-      made: arrays that the function makes; None before its first turn.
+      made: arrays that the function makes; None as long as nobody looks for them.
     """
 
     def __init__(self, types: RaggedTypes):
@@ -175,18 +175,23 @@ class PaddedNodes:
         index = recorder.new_input(registry.group("value", *registry.kinds_of([padded])), rows)
         return Value(recorder, index, registry.value_type(*kind))
 
+    def _note_arrays(self, own: PaddedInstance) -> None:
+        """Has symbols take the place of arrays that an instance makes from now on."""
+        if own.made is None:
+            symbol = functools.partial(self._constant, own)
+            own.made = ArraysMade(self._recorder, self._cache.constants, symbol)
+        self._recorder.have_constants(own.made)
+
     def turn_to(self, number: int) -> None:
         """Notes whose turn it is."""
         own = self.instances[number]
         if own is not self.own:
             self.own, self._ends = own, self._sizes()
-        if own is None:
-            self._recorder.have_constants(None)
-        else:
-            if own.made is None:
-                symbol = functools.partial(self._constant, own)
-                own.made = ArraysMade(self._recorder, self._cache.constants, symbol)
-            self._recorder.have_constants(own.made)
+        self._recorder.have_constants(own and own.made)
+        if own is not None:
+            if self._cache.constants.are_looked_for:
+                self._note_arrays(own)
+            own.asked.begin = functools.partial(self._note_arrays, own)
             own.asked.trace = self._recorder
             note_questions_in(own.asked)
 

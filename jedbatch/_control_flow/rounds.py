@@ -126,7 +126,7 @@ class Stepwise:
                 return results
             if len(own.lengths) > len(own.symbols):
                 cache.constants.note_refused()
-            cache.lengths.give_up(error, own.types)
+            cache.lengths.give_up(error, own.types, own.asked)
         return results
 
     def pad(
@@ -151,7 +151,7 @@ class Stepwise:
         cache = self.session.records
         if cache.lengths.relate(own.types, own.asked, None):
             raise GuardFailed
-        if cache.constants.are_looked_for:
+        if own.made is not None:
             cache.constants.note([own.made])
 
     def _run(

@@ -85,6 +85,8 @@ class Questions:
       trace: where Python may know them; elsewhere, what it decides would hold for other instances.
       told: lengths that Python knows, each with its extent.
       answered: whether what is recorded is for these lengths alone.
+      asked_at: where Python asked first for a length that it was told.
+      begin: is called when it does; or None.
       keeps_numbers: whether no extents take the place of these lengths where Python uses them.
       placed: whether some may have taken it.
       refused: what Python has decided on, in words. The function may have caught the errors.
@@ -98,6 +100,8 @@ class Questions:
         self.lengths, self.trace = lengths, trace
         self.told: dict[int, Any] = {}
         self.answered = self.keeps_numbers = self.placed = False
+        self.asked_at = ""
+        self.begin: Callable[[], None] | None = None
         self.refused: list[str] = []
         self.unequal: list[tuple[str, str]] = []
         self.few: list[Any] = []
@@ -129,8 +133,16 @@ def length_known(extent: Any) -> int | None:
             return None
     number = int(extent_at(extent, questions.lengths))
     questions.told.setdefault(number, extent)
-    questions.answered = True
+    if not questions.asked_at:
+        questions.answered, questions.asked_at = True, line_of_user()
+        if questions.begin is not None:
+            questions.begin()
     return number
+
+
+def are_lengths_told() -> bool:
+    """Returns whether Python has been told a length in what is recorded."""
+    return _asked.questions is not None and _asked.questions.answered
 
 
 def extents_told(trace: Any) -> Mapping[int, Any]:

@@ -34,7 +34,6 @@ class LengthFamily:
       short: which arrays are empty, bool[arrays] each, in instances that lack rows for some part.
       shared: the arrays that share a symbol, by which are equal.
       known: types of arrays with symbols, by what these depend on (see `Lengths`).
-      is_told: whether Python is told the lengths, so that instances are recorded one by one.
     """
 
     def __init__(self, types: Sequence[ArrayType], sequences: frozenset[int] = frozenset()):
@@ -51,7 +50,6 @@ class LengthFamily:
         self.short: set[tuple[bool, ...]] = set()
         self.shared: dict[bytes, list[int]] = {}
         self.known: Memory = Memory(MAX_KNOWN)
-        self.is_told = False
 
     def observe(self, lengths: Sequence[int]) -> bool:
         """Takes note of one instance; returns whether another array varies now."""

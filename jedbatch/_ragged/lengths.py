@@ -74,8 +74,7 @@ class RaggedTypes(NamedTuple):
       family: of the instance.
       lengths: of its arrays; -1 for numbers.
       alike: equal for instances that are recorded alike, whatever their lengths.
-      is_told: whether Python is told the lengths if it asks.
-      keeps_numbers: whether these stay numbers where Python uses them.
+      keeps_numbers: whether lengths that Python is told stay numbers where it uses them.
     """
 
     key: Hashable
@@ -84,13 +83,12 @@ class RaggedTypes(NamedTuple):
     family: LengthFamily
     lengths: list[int]
     alike: Alike
-    is_told: bool = False
     keeps_numbers: bool = False
 
     @property
     def key_if_told(self) -> Hashable:
         """What decides the graph if Python has been told the lengths: it is for these alone."""
-        return self.key and (self.key, *self.lengths)
+        return (self.key, *self.lengths) if self.key and self.symbols else self.key
 
     @property
     def extents_known(self) -> list[tuple[int, AxisSize]]:
@@ -119,7 +117,7 @@ class Lengths:
       apart: why some instances of those looked at last are told apart by their lengths, if any are;
         it names them, unless all are.
       are_some_apart: whether some are, for a reason besides lengths that are compared.
-      why_told: why Python is told the lengths of instances; None as long as it has not asked.
+      asked_at: where Python has asked for a length and was told; None as long as it has not.
     """
 
     def __init__(self, families: dict[Hashable, LengthFamily], assumptions: Assumptions):
@@ -141,10 +139,8 @@ class Lengths:
         # Why instances are recorded by their shapes: all that are alike, or those of some lengths.
         self._apart: dict[tuple[Hashable, bytes, tuple[int, ...] | None], str] = {}
         self._in_vain = 0  # instances that could not be recorded since one that could
-        self.why_told: str | None = None
+        self.asked_at: str | None = None
         self._with_numbers: dict[tuple, None] = Memory(MOST_APART)  # instances that keep numbers
-        self._are_all_told = False
-        self._num_told = 0  # instances that could not be recorded since Python asked
         self.apart: str | None = None
         self.are_some_apart = False
 
@@ -202,8 +198,8 @@ class Lengths:
         self._say_apart(apart, len(keys))
         return types
 
-    def told(self, key: Hashable, arrays: Sequence[Array]) -> RaggedTypes | None:
-        """Returns how an instance without ragged arrays is recorded of which lengths may be told.
+    def without_ragged(self, key: Hashable, arrays: Sequence[Array]) -> RaggedTypes | None:
+        """Returns how an instance is recorded of which none but arrays it makes have any length.
 
         None if it is told apart by its shapes.
         """
@@ -211,7 +207,7 @@ class Lengths:
         if (key, b"", (*lengths,)) in self._apart:
             return None
         own = key, types, {}, LengthFamily(types), lengths, (key, b"")
-        return RaggedTypes(*own, True, (key, *lengths) in self._with_numbers)
+        return RaggedTypes(*own, (key, *lengths) in self._with_numbers)
 
     def _say_apart(self, apart: Mapping[str, Sequence[int]], count: int) -> None:
         """Notes which of so many instances are told apart by their lengths, by the reasons."""
@@ -280,12 +276,11 @@ class Lengths:
             known = self._symbolic(scope, family, lengths, ragged, equal)
             family.known[decisive] = known
         types, symbols, classes = known
-        is_told = self._are_all_told or family.is_told or bool(family.sequences)
         key: Hashable = None
         if general is not None:
             key = ("ragged", scope, general, classes, which)
         own = key, types, symbols, family, lengths, (general, equal)
-        return RaggedTypes(*own, is_told, (general, *lengths) in self._with_numbers)
+        return RaggedTypes(*own, (general, *lengths) in self._with_numbers)
 
     def _symbolic(
         self,
@@ -413,24 +408,6 @@ class Lengths:
             self._assumptions.fail("lengths")
         return bool(new)
 
-    def tell(self, recorded: RaggedTypes, asked: Questions, error: Exception) -> bool:
-        """Has Python be told lengths of instances of a family; False if they are no reason.
-
-        Args:
-          recorded: the types of one that could not be recorded.
-          asked: what was asked about lengths meanwhile.
-          error: why it could not.
-        """
-        is_decided = asked.refused or asked.hashed or isinstance(error, LengthDecisionError)
-        if recorded.is_told or not is_decided:
-            return False
-        recorded.family.is_told = True
-        self.why_told = self.why_told or _reason(error)
-        self._num_told += 1
-        self._are_all_told |= self._num_told > MOST_IN_VAIN
-        self._assumptions.fail("lengths")
-        return True
-
     def keep_numbers(self, recorded: RaggedTypes, asked: Questions) -> bool:
         """Keeps lengths that Python knows as numbers in an instance; False if they were kept.
 
@@ -454,7 +431,9 @@ class Lengths:
         types.family.short.add(_empty(types.lengths))
         self._assumptions.fail("lengths")
 
-    def give_up(self, error: Exception, recorded: RaggedTypes | None) -> None:
+    def give_up(
+        self, error: Exception, recorded: RaggedTypes | None, asked: Questions | None
+    ) -> None:
         """Tells arrays apart by their shapes from now on.
 
         Those of instances that are recorded like one only, unless there have been many, or a number
@@ -463,6 +442,7 @@ class Lengths:
         Args:
           error: why it could not be recorded for all lengths.
           recorded: the types of that instance; None if it is not known which it is.
+          asked: what was asked about lengths meanwhile.
         """
         self._assumptions.fail("lengths")
         reason = _reason(error)
@@ -473,8 +453,8 @@ class Lengths:
             return
         recorded.family.drop_supposed()
         (equal,) = recorded.family.equal([recorded.lengths])
-        of_lengths = (*recorded.lengths,) if recorded.is_told else None
-        self._apart[recorded.alike[0], equal, of_lengths] = reason
+        lengths = (*recorded.lengths,) if asked is not None and asked.answered else None
+        self._apart[recorded.alike[0], equal, lengths] = reason
 
     def note_recorded(self) -> None:
         """Notes that some instance could be recorded for all lengths."""

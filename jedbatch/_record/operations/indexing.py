@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jedbatch._jaxpr.symbolic_dims import extents_told, is_ragged, length_known
+from jedbatch._jaxpr.symbolic_dims import are_lengths_told, is_ragged, length_known
 from jedbatch._record.identity.arithmetic import read_by_jax
 from jedbatch._record.identity.primitives import identity_of_constant
 from jedbatch._record.operations.known_operations import (
@@ -39,7 +39,7 @@ def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
     leaf = recorder.leaves.get(value.index) if recorder.active else None
     number = isinstance(item, WHOLE) and not isinstance(item, bool)
     shape = value.shape
-    if is_ragged(shape) and (number or (extents_told(recorder) and _is_window(item))):
+    if is_ragged(shape) and are_lengths_told() and (number or _is_window(item)):
         shape = (length_known(shape[0]) or shape[0], *shape[1:])  # the place may be known
     if leaf is None or not is_static(item) or is_ragged(shape):
         if recorder.active and shape and not is_ragged(shape):

@@ -374,7 +374,8 @@ class Recorder(Trace):
 
     def have_constants(self, constants: Any) -> None:
         """Has symbols take the place of constants, in calls of cells, too."""
-        self.constants, self.call_cell = constants, self._call_with_constants
+        self.constants = constants
+        self.call_cell = self._fast_path if constants is None else self._call_with_constants
 
     def with_constants(self, tree: PyTree) -> PyTree:
         """A pytree with symbols for arrays of NumPy that are constants of the instance."""

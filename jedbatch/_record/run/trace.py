@@ -47,24 +47,23 @@ class Instances(NamedTuple):
       numbers: of the instances in the minibatch, for messages.
       types: called with the place of an instance that is about to be recorded, gives (shape, dtype,
         weak) of its arrays; None, or given none, if extents are to be known.
-      constants: called with the recorder and the place of an instance that has begun, gives what
-        places symbols for arrays that the function makes (see `_record.run.constants`), or None.
+      begun: called with the recorder and the place of an instance that has begun; or None.
     """
 
     mapped: Sequence[Sequence[Any]]
     arrays: Sequence[Sequence[Any]]
     numbers: Sequence[int]
     types: Callable[[int], Any] | None = None
-    constants: Callable[[Recorder, int], Any] | None = None
+    begun: Callable[[Recorder, int], None] | None = None
 
     def single(self, place: int) -> "Instances":
         """Returns one of them."""
         only, types = slice(place, place + 1), self.types
         of_it = types and (lambda _: types(place))
-        constants = self.constants
-        made = constants and (lambda recorder, _: constants(recorder, place))
+        begun = self.begun
+        note = begun and (lambda recorder, _: begun(recorder, place))
         mapped, arrays, numbers = self.mapped[only], self.arrays[only], self.numbers[only]
-        return Instances(mapped, arrays, numbers, of_it, made)
+        return Instances(mapped, arrays, numbers, of_it, note)
 
 
 class Traced(NamedTuple):
@@ -173,11 +172,11 @@ def _record_all(fn, recorder, instances, arrange):
     ends: list[tuple[int, ...]] = [(0, 0, 0, 0)]
     shared = recorder.share()
     calls, references, groups = recorder.call_specs, recorder.references, recorder.input_group
-    _, arrays, numbers, types, constants = instances
+    _, arrays, numbers, types, begun = instances
     for i, instance in enumerate(instances.mapped):
         mapped = recorder.begin(instance, arrays[i], types and types(i))
-        if constants is not None and (made := constants(recorder, i)) is not None:
-            recorder.have_constants(made)
+        if begun is not None:
+            begun(recorder, i)
         try:
             result = fn(*arrange(shared, mapped))
             if type(result) is Value:

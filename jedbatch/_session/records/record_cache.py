@@ -29,6 +29,7 @@ from jedbatch._support.caches import Budget, Memory
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array
 
+MOST_TOLD = 1 << 14  # keys of instances that are known to ask for lengths
 BYTES_PER_NODE = 100  # of an instance, estimated
 RECORD_BYTES = 1 << 11  # of one, besides its graph, measured
 
@@ -118,6 +119,7 @@ class RecordCache:
       by_key: records, by the key of the instance.
       by_id: (instance, record) by the id of an instance that cannot change.
       with_arrays: records of instances with arrays, as long as lengths do not matter.
+      told: keys without lengths of instances of which Python was told some.
       lengths, regions: of arrays whose length differs, and what is done to them.
       padding: of graphs for all lengths to the capacities of a minibatch.
       floats: of instances, which may be operands.
@@ -143,6 +145,7 @@ class RecordCache:
         self._known: dict[int, Memories] = Memory(MAX_READ_STATES)
         self.number = NOWHERE.number
         self.by_key, self.by_id, self.with_arrays = self._memories(NOWHERE.number)
+        self.told: dict[Hashable, None] = Memory(MOST_TOLD)
         registry.read(NOWHERE)
         self._families: Memory = Memory(self._limit, registry.budget, _bytes_of_family)
         self.lengths = Lengths(self._families, registry.assumptions)
@@ -185,8 +188,8 @@ class RecordCache:
         types = self._look(keys, arrays)
         if not self.constants.are_looked_for or self.lengths.off:
             return types
-        told = zip(types, keys, arrays, strict=True)
-        return [own._replace(is_told=True) if own else self.lengths.told(*x) for own, *x in told]
+        every = zip(types, keys, arrays, strict=True)
+        return [own or self.lengths.without_ragged(*x) for own, *x in every]
 
     def _look(
         self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Array]]
@@ -255,8 +258,8 @@ class RecordCache:
         shown, why = [], self.floats.apart
         if why is not None:
             shown.append(f"instances are told apart by their floats, since {why}")
-        if (why := self.lengths.why_told) is not None:
-            shown.append(f"Python is told how long arrays are, instance by instance, since {why}")
+        if (where := self.lengths.asked_at) is not None:
+            shown.append(f"Python is told how long arrays are, for which it asks at {where}")
         return tuple(shown)
 
     def begin_constants(self) -> None:

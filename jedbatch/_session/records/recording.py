@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import take_current_trace
 
 from jedbatch._graph.record import Record
 from jedbatch._jaxpr.padding.axis_rules import CannotMergeError
@@ -220,7 +219,7 @@ class Recording:
                     keys[i] = g.key
                 if keys[i] is not None:
                     records[i] = cache.by_key.get(keys[i])
-                if g is not None and g.is_told and records[i] is None:
+                if g is not None and g.key in cache.told:
                     keys[i] = g.key_if_told
                     records[i] = cache.by_key.get(keys[i])
         first: dict[Hashable, int] = {}
@@ -239,19 +238,25 @@ class Recording:
         mine, types = [look.instances[i] for i in new], [given[i] for i in new]
         to_record = Instances(mine, [arrays[i] for i in new], new)
         with self._with_numbers(cache, mine):
-            recorded, own_keys, tracers = self._record(
+            recorded, own_keys, keep, tracers = self._record(
                 cache, to_record, types, [keys[i] for i in new], read
             )
         cache.check(revision)
         if self.key is None and cache.registry.most_lengths >= OTHER_LENGTHS:
             cache.begin_constants()
+        told = {keys[i] for i, k in zip(new, own_keys, strict=True) if k != keys[i]}
+        cache.told.add([(k, None) for k in told])
         fresh = dict(zip(new, recorded, strict=True))
         for i, k in enumerate(keys):
             if records[i] is None:
+                if i not in fresh and k in told:  # its lengths are others
+                    cache.registry.assumptions.fail("lengths")
+                    raise GuardFailed
                 records[i] = fresh[i if k is None else first[k]]
         arrays = _with_constants(records, arrays)
         _set_short_apart(cache, records, arrays, given)
-        kept = {i: k for i, k in zip(new, own_keys, strict=True) if k is not None}
+        own = zip(new, keep, own_keys, strict=True)
+        kept = {i: k for i, is_kept, k in own if is_kept and k is not None}
         cache.by_key.add([(k, records[i]) for i, k in kept.items()])
         if self.key is None and any(given) and len(kept) == len(new) and not look.changed:
             cache.keep(subjects, records, arrays)
@@ -348,7 +353,7 @@ class Recording:
         keys: Sequence[Hashable],
         read: Callable | None,
     ) -> Any:
-        """Records instances: (records, keys of those that are kept, closed-over tracers).
+        """Records instances: (records, their keys, whether to keep each, closed-over tracers).
 
         Arrays that differ in length are recorded for every length. What cannot be, is recorded as
         it is, and from then on arrays are told apart by their shapes.
@@ -359,8 +364,7 @@ class Recording:
         if not any(given):
             by_shapes = functools.partial(record, read=read)
             records, keep, tracers = record_and_warn(cache, by_shapes, instances)
-            own_keys = [k if is_kept else None for k, is_kept in zip(keys, keep, strict=True)]
-            return records, own_keys, tracers
+            return records, keys, keep, tracers
         attempt = RaggedRecording(cache, instances, given, keys)
         try:
             return attempt.record(record)
@@ -378,8 +382,6 @@ class Recording:
                     alone()
                 if cache.learn(own, questions, reason):
                     break  # which the others may have failed by, too
-                if own and questions and cache.lengths.tell(own, questions, reason):
-                    continue
                 if asked:
                     alone()  # complains if lengths are not the reason
                 if own is not None and cache.lengths.join_equal(own, reason):
@@ -388,7 +390,7 @@ class Recording:
                     continue
                 if attempt.made.get(number):
                     cache.constants.note_refused()
-                cache.lengths.give_up(reason, own)
+                cache.lengths.give_up(reason, own, questions)
             raise GuardFailed from None
 
 
@@ -468,7 +470,9 @@ class RaggedRecording:
     asked: dict[int, Questions] = field(default_factory=dict)
     made: dict[int, list[tuple[str, Array]]] = field(default_factory=dict)
 
-    def record(self, record: Callable) -> tuple[list[Record], list[Hashable], list[Any]]:
+    def record(
+        self, record: Callable
+    ) -> tuple[list[Record], list[Hashable], list[bool], list[Any]]:
         """Returns what `Recording._record` does, with ragged parts cut out of the graphs.
 
         Raises `GuardFailed` if instances must be looked at again, and other errors if the
@@ -481,24 +485,29 @@ class RaggedRecording:
             def types(i: int) -> Any:
                 self.number, given = i, self.given[i]
                 self.asked[i] = asked = Questions()
-                if given is not None and given.is_told:
+                if given is not None:
                     asked.lengths, asked.keeps_numbers = given.length_of, given.keeps_numbers
                     asked.told.update((given.lengths[k], n) for k, n in given.extents_known)
-                    with take_current_trace() as recorder:
-                        asked.trace = recorder
                 note_questions_in(asked)
                 return given and given.types
 
             every: dict[int, ArraysMade] = {}
 
-            def constants(recorder: Recorder, i: int) -> ArraysMade | None:
-                if self.asked[i].lengths is None:
-                    return None
-                symbol = functools.partial(self._constant, recorder, i)
-                self.made[i], every[i] = [], ArraysMade(recorder, cache.constants, symbol)
-                return every[i]
+            def begun(recorder: Recorder, i: int) -> None:
+                asked = self.asked[i]
+                asked.trace, self.made[i] = recorder, []
 
-            instances = self.instances._replace(types=types, constants=constants)
+                def note_arrays() -> None:
+                    symbol = functools.partial(self._constant, recorder, i)
+                    every[i] = ArraysMade(recorder, cache.constants, symbol)
+                    recorder.have_constants(every[i])
+
+                if cache.constants.are_looked_for or asked.told:
+                    note_arrays()
+                else:
+                    asked.begin = note_arrays
+
+            instances = self.instances._replace(types=types, begun=begun)
             try:
                 graphs, keep, tracers = self._recorded(record, instances)
             except Exception as error:
@@ -514,12 +523,13 @@ class RaggedRecording:
         for i in range(len(graphs)):
             self._turn_to(i)
             self.asked[i].check()
+            cache.lengths.asked_at = cache.lengths.asked_at or self.asked[i].asked_at or None
         if every and cache.constants.note(list(every.values())):
             raise GuardFailed
         leaf_of = [given and given.symbols for given in self.given]
         num_arrays = list(map(len, self.instances.arrays))
         for i, own in self.made.items():
-            leaf_of[i] = dict(leaf_of[i] or {})
+            leaf_of[i] = dict(leaf_of[i] or {}) if own else leaf_of[i]
             for symbol, _ in own:
                 leaf_of[i].setdefault(symbol, []).append(num_arrays[i])
                 num_arrays[i] += 1
@@ -562,8 +572,7 @@ class RaggedRecording:
         compared = [i for i in range(len(cuts)) if self._compared(i)]
         if compared:
             raise GuardFailed
-        keys = [self._key(i) if is_kept else None for i, is_kept in enumerate(keep)]
-        return graphs, keys, tracers
+        return graphs, list(map(self._key, range(len(keep)))), keep, tracers
 
     def _constant(self, recorder: Recorder, i: int, x: Array) -> Value | None:
         """Returns the symbol for an array of any length that an instance makes, if there is one."""
@@ -580,9 +589,11 @@ class RaggedRecording:
         return recorder.leaf_value(recorder.registry.value_type(*kind), leaf, ())
 
     def _key(self, i: int) -> Hashable:
-        """Returns the key of an instance: without lengths unless Python was told some."""
+        """Returns the key of an instance, with its lengths if Python was told some."""
         given = self.given[i]
-        return given.key if given and not self.asked[i].answered else self.keys[i]
+        if given is None:
+            return self.keys[i]
+        return given.key_if_told if self.asked[i].answered else given.key
 
     def _turn_to(self, number: int) -> None:
         """Has an instance be the one at hand."""
