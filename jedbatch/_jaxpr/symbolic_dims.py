@@ -134,7 +134,7 @@ def length_known(extent: Any) -> int | None:
     number = int(extent_at(extent, questions.lengths))
     questions.told.setdefault(number, extent)
     if not questions.asked_at:
-        questions.answered, questions.asked_at = True, line_of_user()
+        questions.answered, questions.asked_at = True, line_of_user() or "?"
         if questions.begin is not None:
             questions.begin()
     return number

@@ -84,7 +84,7 @@ def _sizes(made: Any, shape: Sequence[Any], sizes: Sequence[Any]) -> Sequence[An
     """Returns the sizes that an array is reshaped to, which JAX does not compare with extents."""
     if not is_ragged(shape) or is_ragged(sizes):
         return sizes
-    told = {} if made is None else made.extents(sizes, None)
+    told = {} if made is None or not sizes else made.extents(sizes, None)
     axes = [axis for axis, n in enumerate(sizes) if n in told]
     for replaced in (*([axis] for axis in axes), axes):
         new = [told[n] if axis in replaced else n for axis, n in enumerate(sizes)]

@@ -178,6 +178,8 @@ class ArraysMade:
             max(LEAST_ROOM, 1 << (x.shape[k] - 1).bit_length()) - x.shape[k] for k in axes
         ]
         value = symbol(np.pad(np.asarray(x), pads))
+        if value is None:
+            return None
         with set_current_trace(self._recorder):  # there is none while an operation is processed
             for axis in axes:
                 value = jnp.take(value, jnp.arange(told[x.shape[axis]]), axis=axis, mode="clip")

@@ -244,7 +244,8 @@ class Recording:
         cache.check(revision)
         if self.key is None and cache.registry.most_lengths >= OTHER_LENGTHS:
             cache.begin_constants()
-        told = {keys[i] for i, k in zip(new, own_keys, strict=True) if k != keys[i]}
+        found = zip(types, own_keys, strict=True)
+        told = {g.key for g, k in found if g is not None and k != g.key}
         cache.told.add([(k, None) for k in told])
         fresh = dict(zip(new, recorded, strict=True))
         for i, k in enumerate(keys):
