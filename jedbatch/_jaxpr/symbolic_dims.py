@@ -96,7 +96,7 @@ class Questions:
         turn out to have been called there.
     """
 
-    def __init__(self, lengths: Mapping[str, int] | None = None, trace: Any = None) -> None:
+    def __init__(self, lengths: dict[str, int] | None = None, trace: Any = None) -> None:
         self.lengths, self.trace = lengths, trace
         self.told: dict[int, Any] = {}
         self.answered = self.keeps_numbers = self.placed = False

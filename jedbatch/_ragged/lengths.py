@@ -206,8 +206,8 @@ class Lengths:
         types, lengths = list(map(array_type, arrays)), [len(x) if x.ndim else -1 for x in arrays]
         if (key, b"", (*lengths,)) in self._apart:
             return None
-        own = key, types, {}, LengthFamily(types), lengths, (key, b"")
-        return RaggedTypes(*own, (key, *lengths) in self._with_numbers)
+        keeps = (key, *lengths) in self._with_numbers
+        return RaggedTypes(key, types, {}, LengthFamily(types), lengths, (key, b""), keeps)
 
     def _say_apart(self, apart: Mapping[str, Sequence[int]], count: int) -> None:
         """Notes which of so many instances are told apart by their lengths, by the reasons."""
@@ -279,8 +279,8 @@ class Lengths:
         key: Hashable = None
         if general is not None:
             key = ("ragged", scope, general, classes, which)
-        own = key, types, symbols, family, lengths, (general, equal)
-        return RaggedTypes(*own, (general, *lengths) in self._with_numbers)
+        keeps = (general, *lengths) in self._with_numbers
+        return RaggedTypes(key, types, symbols, family, lengths, (general, equal), keeps)
 
     def _symbolic(
         self,

@@ -138,8 +138,8 @@ def _scanned(
     num_consts, num_carry = parts
     program = jaxpr_as_fun(params["jaxpr"])
 
-    def step(carry: Sequence[Leaf], _: Leaf) -> tuple[Sequence[Leaf], Sequence[Leaf]]:
-        out = program(*values[:num_consts], *carry)
+    def step(carry: list[Leaf], _: Leaf) -> tuple[list[Leaf], list[Leaf]]:
+        out = list(program(*values[:num_consts], *carry))
         return out[:num_carry], out[num_carry:]
 
     with set_current_trace(recorder):

@@ -145,7 +145,7 @@ class RecordCache:
         self._known: dict[int, Memories] = Memory(MAX_READ_STATES)
         self.number = NOWHERE.number
         self.by_key, self.by_id, self.with_arrays = self._memories(NOWHERE.number)
-        self.told: dict[Hashable, None] = Memory(MOST_TOLD)
+        self.told = Memory(MOST_TOLD)
         registry.read(NOWHERE)
         self._families: Memory = Memory(self._limit, registry.budget, _bytes_of_family)
         self.lengths = Lengths(self._families, registry.assumptions)
@@ -189,7 +189,7 @@ class RecordCache:
         if not self.constants.are_looked_for or self.lengths.off:
             return types
         every = zip(types, keys, arrays, strict=True)
-        return [own or self.lengths.without_ragged(*x) for own, *x in every]
+        return [t or self.lengths.without_ragged(key, own) for t, key, own in every]
 
     def _look(
         self, keys: Sequence[Hashable], arrays: Sequence[Sequence[Array]]

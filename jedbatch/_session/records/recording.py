@@ -154,7 +154,7 @@ class Recording:
             return None
         cache.lengths.none_apart()
         records, arrays = found
-        return cache.padding.pad(records, _with_constants(records, arrays))
+        return cache.padding.pad(records, _with_constants(records, list(arrays)))
 
     def find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None = None):
         """(records of the instances, their arrays, closed-over tracers, how many were known).
@@ -395,9 +395,7 @@ class Recording:
             raise GuardFailed from None
 
 
-def _with_constants(
-    records: Sequence[Record], arrays: Sequence[Sequence[Any]]
-) -> Sequence[Sequence[Any]]:
+def _with_constants(records: Sequence[Record], arrays: list[Sequence[Any]]) -> list[Sequence[Any]]:
     """Returns the arrays of instances with those that the function makes behind them."""
     if not some_are_ragged(records):
         return arrays
@@ -530,10 +528,11 @@ class RaggedRecording:
         leaf_of = [given and given.symbols for given in self.given]
         num_arrays = list(map(len, self.instances.arrays))
         for i, own in self.made.items():
-            leaf_of[i] = dict(leaf_of[i] or {}) if own else leaf_of[i]
+            symbols = dict(leaf_of[i] or {})
             for symbol, _ in own:
-                leaf_of[i].setdefault(symbol, []).append(num_arrays[i])
+                symbols[symbol] = [*symbols.get(symbol, ()), num_arrays[i]]
                 num_arrays[i] += 1
+            leaf_of[i] = symbols if own else leaf_of[i]
         cuts = cut_graphs(cache.regions, graphs, num_arrays, leaf_of, self._turn_to)
         before = cache.registry.assumptions.version("regions")
         for cut in cuts:
@@ -561,8 +560,8 @@ class RaggedRecording:
             raise next(iter(self.failed.values()))
         for i, own in self.made.items():
             if own:
-                record = made.get(i) or RaggedRecord.of(graphs[i], num_arrays[i])
-                made[i] = graphs[i] = replace(record, constants=tuple([x for _, x in own]))
+                found = made.get(i) or RaggedRecord.of(graphs[i], num_arrays[i])
+                made[i] = graphs[i] = replace(found, constants=tuple([x for _, x in own]))
         for _, members in itertools.groupby(sorted(made), lambda i: id(made[i].whole)):
             mine = list(members)
             self.number = mine[0]
