@@ -282,6 +282,12 @@ class Coalescing:
             self._registry.assumptions.fail("types")
         return self._begun
 
+    def begin(self) -> None:
+        """Begins with the next graph: there are as many types as lengths of arrays."""
+        if not self._begun:
+            self._begun = True
+            self._registry.assumptions.fail("types", int(self._met.any()))
+
     def take_ragged(self) -> None:
         """Takes operations on arrays of any length for others from now on."""
         if not self._takes_ragged:

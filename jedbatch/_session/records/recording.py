@@ -364,6 +364,8 @@ class Recording:
         record = functools.partial(trace, self.fn, cache.registry, arrange=self.join)
         if not any(given):
             by_shapes = functools.partial(record, read=read)
+            if cache.lengths.apart is not None:
+                cache.coalescing.begin()
             records, keep, tracers = record_and_warn(cache, by_shapes, instances)
             return records, keys, keep, tracers
         attempt = RaggedRecording(cache, instances, given, keys)
