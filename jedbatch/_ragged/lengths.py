@@ -87,7 +87,7 @@ class RaggedTypes(NamedTuple):
 
     @property
     def key_if_told(self) -> Hashable:
-        """What decides the graph if Python has been told the lengths: it is for these alone."""
+        """The key of its graph if Python has been told lengths, which it is for alone."""
         return (self.key, *self.lengths) if self.key and self.symbols else self.key
 
     @property
