@@ -24,8 +24,7 @@ class LengthFamily:
     Attributes:
       types: of the arrays of the first instance.
       kind_of: these without lengths.
-      sequences: arrays that take the place of sequences, whose lengths are known to differ.
-      kinds: (shape without length, dtype) of others that have a length.
+      kinds: (shape without length, dtype) of those that have a length.
       varied: for each array, whether it had another length in a later one.
       pairs: arrays whose lengths have been compared, so that instances are told apart by whether
         they are equal.
@@ -36,12 +35,10 @@ class LengthFamily:
       known: types of arrays with symbols, by what these depend on (see `Lengths`).
     """
 
-    def __init__(self, types: Sequence[ArrayType], sequences: frozenset[int] = frozenset()):
+    def __init__(self, types: Sequence[ArrayType]):
         self.types = list(types)
-        self.sequences = sequences
         self.kind_of = [(shape[1:], dtype, weak) for shape, dtype, weak in types]
-        others = [t for i, t in enumerate(types) if t[0] and i not in sequences]
-        self.kinds = {(shape[1:], dtype) for shape, dtype, _ in others}
+        self.kinds = {(shape[1:], dtype) for shape, dtype, _ in types if shape}
         self.lengths = [_length(t) for t in types]
         self.varied = [False] * len(types)
         self.pairs: dict[Pair, None] = {}

@@ -45,13 +45,8 @@ from jedbatch._program.stopped import shown_instances
 from jedbatch._ragged.length_families import ArrayType, LengthFamily, Pair, SymbolicTypes
 from jedbatch._record.identity.assumptions import Assumptions
 from jedbatch._record.instances.arrays import array_type
-from jedbatch._record.operations.sequences import (
-    Sequenced,
-    places_of_sequences,
-    without_number,
-)
 from jedbatch._support.caches import Memory
-from jedbatch._support.types import Array, AxisSize
+from jedbatch._support.types import Array
 
 LETTERS = "nmkl"
 Alike = tuple[Hashable, bytes]  # key without lengths, and which of the family's pairs are equal
@@ -89,11 +84,6 @@ class RaggedTypes(NamedTuple):
     def key_if_told(self) -> Hashable:
         """The key of its graph if Python has been told lengths, which it is for alone."""
         return (self.key, *self.lengths) if self.key and self.symbols else self.key
-
-    @property
-    def extents_known(self) -> list[tuple[int, AxisSize]]:
-        """(array, its extent) for sequences, whose length Python sees; they decide the key."""
-        return [(k, self.types[k][0][0]) for k in self.family.sequences]
 
     @property
     def length_of(self) -> dict[str, int]:
@@ -223,7 +213,7 @@ class Lengths:
         general, form = _general(key)
         family = None if general is None else self._families.get(form)
         if family is None:
-            family = LengthFamily([array_type(x) for x in arrays], places_of_sequences(key))
+            family = LengthFamily([array_type(x) for x in arrays])
             family.add(self._related(family))
             family.group(self._grouped(family))
             tells = len(self._families) > 1  # whether kinds say what is ragged, see `_ragged`
@@ -238,9 +228,7 @@ class Lengths:
 
     def _observe_kinds(self, family: LengthFamily, lengths: Sequence[int]) -> None:
         """Takes note of the lengths of arrays of each kind."""
-        for i, (n, (shape, dtype, _)) in enumerate(zip(lengths, family.types, strict=True)):
-            if i in family.sequences:
-                continue
+        for n, (shape, dtype, _) in zip(lengths, family.types, strict=True):
             known = self._kinds.setdefault((shape[1:], dtype), n) if n >= 0 else n
             if known is not None and known != n:
                 self._kinds[shape[1:], dtype] = None
@@ -252,9 +240,7 @@ class Lengths:
         return [
             i
             for i, (shape, dtype, _) in enumerate(family.types)
-            if family.varied[i]
-            or i in family.sequences
-            or (shape and kinds.get((shape[1:], dtype), 0) is None)
+            if family.varied[i] or (shape and kinds.get((shape[1:], dtype), 0) is None)
         ]
 
     def _types_of(
@@ -582,10 +568,7 @@ def _general(key: Hashable) -> tuple[Hashable, Hashable]:
         if head == "array":
             token = ("array", token[1][1:], len(token[1]), *token[2:])
         general.append(token)
-        if head is Sequenced:
-            form.append(without_number(token))
-        else:
-            form.append(head if isinstance(head, type) and _is_number(head) else token)
+        form.append(head if isinstance(head, type) and _is_number(head) else token)
     return tuple(general), tuple(form)
 
 

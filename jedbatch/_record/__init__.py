@@ -54,21 +54,21 @@ Read in this order:
 27. `operations.known_operations`: Operations that were recorded before: they are recorded again by
    what they read.
 28. `operations.lengths_told`: Lengths that Python knows, where it hands them to JAX as numbers.
-29. `operations.indexing`: Indexing symbols.
-30. `operations.containers`: Containers of shared arguments: cells get them whole, and know them by
+29. `operations.stacking`: Stacks of rows of arrays of any length, or of what is computed from each
+   row, from the arrays.
+30. `operations.indexing`: Indexing symbols.
+31. `operations.containers`: Containers of shared arguments: cells get them whole, and know them by
    a token.
-31. `operations.filled_arrays`: Arrays that are filled with a number while something is recorded,
+32. `operations.filled_arrays`: Arrays that are filled with a number while something is recorded,
    such as `jnp.zeros(8)`.
-32. `operations.static_numbers`: Numbers that JAX keeps as parameters of operations, as data:
+33. `operations.static_numbers`: Numbers that JAX keeps as parameters of operations, as data:
    lengths of loops, and exponents.
-33. `operations.inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces
+34. `operations.inlining`: Functions under `jax.jit` or `jax.checkpoint`, inlined where JAX traces
    them into many programs.
-34. `operations.sequences`: Sequences of numbers in instances that become arrays in the function:
+35. `operations.sequences`: Sequences of numbers in instances that become arrays in the function:
    arrays of any length.
-35. `operations.floats`: Floats of instances: constants until many sets of them were met, then
+36. `operations.floats`: Floats of instances: constants until many sets of them were met, then
    operands.
-36. `operations.stacking`: Stacks of the elements of a sequence, or of what is computed from each,
-   from an array of them.
 37. `calls.fast_path`: Recording calls of cells the second time: by a description of their
    arguments.
 38. `calls.slow_path`: Recording calls of cells the first time, and those without a short

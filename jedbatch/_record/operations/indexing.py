@@ -20,6 +20,7 @@ from jedbatch._record.operations.known_operations import (
     record_again,
 )
 from jedbatch._record.operations.lengths_told import index_with_extents
+from jedbatch._record.operations.stacking import Row
 from jedbatch._record.operations.symbols import (
     RecorderLike,
     Shared,
@@ -34,24 +35,48 @@ PICK = "pick"  # the operation `value[i]`, where i is a value
 
 
 def index_value(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
-    """Static indexing of an array of the instance gives an input, not a node."""
+    """Static indexing of an array of the instance gives an input, not a node.
+
+    So are rows of an array whose length Python has been told, which have one type for all lengths.
+    """
     item = index_with_extents(recorder, recorder.with_constants(item))
     leaf = recorder.leaves.get(value.index) if recorder.active else None
     number = isinstance(item, WHOLE) and not isinstance(item, bool)
-    shape = value.shape
+    shape, length = value.shape, None
     if is_ragged(shape) and are_lengths_told() and (number or _is_window(item)):
-        shape = (length_known(shape[0]) or shape[0], *shape[1:])  # the place may be known
-    if leaf is None or not is_static(item) or is_ragged(shape):
-        if recorder.active and shape and not is_ragged(shape):
-            part = BasicIndex.of(shape, item)
-            if part is not None and _differs(recorder, value, part):
-                starts = [recorder.input(start) for start in part.starts]
-                return recorder.node(PICK, (PICK, part.form), part.take, (), [value, *starts])
-        of_tracer = super(Value, value).__getitem__
-        if is_ragged(value.shape) or not _is_plain(item):
-            return of_tracer(item)
-        return operate(recorder, ("item", frozen(item)), lambda _: of_tracer(item), value)
-    if number:
+        length = length_known(shape[0])
+        shape = (length or shape[0], *shape[1:])  # the place may be known
+    if leaf is not None and is_static(item) and not is_ragged(shape):
+        part = _part_of_leaf(recorder, value, leaf, shape, item)
+    elif recorder.active and shape and not is_ragged(shape):
+        found = BasicIndex.of(shape, item)
+        if found is None or not ((number and length) or _differs(recorder, value, found)):
+            return _index(recorder, value, item)
+        starts = [recorder.input(start) for start in found.starts]
+        part = recorder.node(PICK, (PICK, found.form), found.take, (), [value, *starts])
+    else:
+        return _index(recorder, value, item)
+    if number and length:
+        recorder.note_row(part, Row(value, row_index(item, length), length))
+    elif recorder.stacking is not None and value.index in recorder.stacking.rows:
+        row = recorder.stacking.rows[value.index]
+        recorder.note_row(part, row._replace(indices=(*row.indices, item)))
+    return part
+
+
+def _index(recorder: RecorderLike, value: Value, item: Any) -> Leaf:
+    """Returns what a tracer of JAX gives."""
+    of_tracer = super(Value, value).__getitem__
+    if is_ragged(value.shape) or not _is_plain(item):
+        return of_tracer(item)
+    return operate(recorder, ("item", frozen(item)), lambda _: of_tracer(item), value)
+
+
+def _part_of_leaf(
+    recorder: RecorderLike, value: Value, leaf: tuple[int, Any], shape: tuple[int, ...], item: Any
+) -> Value:
+    """Returns the part of an array of the instance that a static index leads to."""
+    if isinstance(item, WHOLE) and not isinstance(item, bool):
         if not shape:
             raise IndexError("an array with no dimensions cannot be indexed")
         item = row_index(item, shape[0])
@@ -142,7 +167,7 @@ def index_shared(recorder: RecorderLike, value: Shared, item: object) -> Leaf:
     """
     item = index_with_extents(recorder, recorder.with_constants(item))
     items = item if isinstance(item, tuple) else (item,)
-    if recorder.stacking is not None:
+    if recorder.has_numbers:
         items = tuple(map(read_by_jax, items))
     is_place = [_is_place(recorder, x) for x in items]
     count = is_place.index(False) if False in is_place else len(items)
@@ -176,8 +201,8 @@ def _place(recorder: RecorderLike, x: Leaf, extent: int) -> Leaf:
     """Returns an index; raises `IndexError` of a number that names no row."""
     if isinstance(x, WHOLE):
         return row_index(x, extent)
-    if recorder.stacking is not None and recorder.stacking.is_element(x):
-        recorder.stacking.check_row(x, extent)
+    if type(x) is Value and x.index in recorder.elements:
+        recorder.elements[x.index].check_row(extent)
     return x
 
 
@@ -186,7 +211,7 @@ def _is_place(recorder: RecorderLike, x: object) -> bool:
 
     Numbers may be elements of a sequence.
     """
-    if recorder.stacking is not None and recorder.stacking.is_element(x):
+    if type(x) is Value and x.index in recorder.elements:
         return True
     if isinstance(x, np.ndarray) or id(x) in recorder.computed:
         return x.dtype.kind in "iu"  # type: ignore[attr-defined]

@@ -9,16 +9,14 @@ differ in length at one place of instances, an array takes the place of each, an
 a tuple as before:
 
     jnp.array(words)                    the array, by the protocol `__jax_array__`
-    for w in words, len(words), ...     Python sees how long it is: an instance is recorded for each
-                                        length, and only programs are the same
-    jnp.stack([f(w) for w in words])    computed from the array (see `_record.operations.stacking`)
+    for w in words, len(words), ...     Python is told how long the array is; to JAX an element is a
+                                        row of it (see `_record.operations.stacking`)
 
 So is a list of tuples of so many numbers, such as the edges of a graph, an array `[n, k]`, if the
 function does nothing with it but make it an array.
 
-If an element is read in another way, if Python computes with one or looks something up by it, or if
-it goes to a cell, sequences at this place stay what they are. If the function asks for types or
-fails, all do.
+If Python computes with an element or looks something up by one, sequences at this place stay what
+they are. If the function asks for types or fails, all do.
 """
 
 import typing
@@ -29,10 +27,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jedbatch._jaxpr.symbolic_dims import is_ragged, length_known
 from jedbatch._record.cell import recording
 from jedbatch._record.identity.arithmetic import PythonNumber
 from jedbatch._record.identity.assumptions import Assumptions
 from jedbatch._record.instances.arrays import PLAIN_TYPES, array_type, children_of, rebuild
+from jedbatch._record.operations.stacking import Row
 from jedbatch._record.operations.symbols import RecorderLike, Value
 from jedbatch._support.guards import GuardFailed
 from jedbatch._support.types import Array, Leaf, PyTree
@@ -41,7 +41,6 @@ MOST_TRIED = 32  # instances without sequences as arrays, before nobody looks fo
 FEWEST_MINIBATCHES = 4  # in which they are looked for
 MOST_PLACES = 64  # of sequences that are told apart
 MOST_FAILED = 4  # places whose sequences cannot be arrays, before none are
-MOST_LEFT_OUT = 2  # elements at either end that a stack may lack, as that of `words[:-1]`
 NUMBERS = (bool, int, float, np.number, np.bool_)
 Place = tuple[Hashable, ...]  # of a sequence in instances; "*" for any index
 
@@ -51,10 +50,6 @@ class SequencesAtPlace:
 
     Attributes:
       lengths: two of them, if they differ.
-      are_seen: whether Python sees how long they are.
-      are_cut: whether stacks may lack elements at either end. JAX makes stacks of many values of
-        stacks of a few each, which look like that.
-      short: lengths of which no array takes the place: a single element left is no stack.
       are_apart: whether no array takes their place.
       rows: of the smallest table of which elements name rows by themselves, if there is one.
         Numbers that name none are an error where the function is recorded.
@@ -63,8 +58,7 @@ class SequencesAtPlace:
     def __init__(self, assumptions: Assumptions):
         self._assumptions = assumptions
         self.lengths: set[int] = set()
-        self.are_seen = self.are_cut = self.are_apart = False
-        self.short: set[int] = set()
+        self.are_apart = False
         self.rows: int | None = None
 
     def note(self, length: int) -> None:
@@ -72,13 +66,14 @@ class SequencesAtPlace:
         if len(self.lengths) < 2:
             self.lengths.add(length)
 
-    def takes(self, length: int) -> bool:
-        """Returns whether an array takes the place of a sequence of some length."""
-        return len(self.lengths) > 1 and not self.are_apart and length not in self.short
+    @property
+    def are_arrays(self) -> bool:
+        """Returns whether arrays take their place."""
+        return len(self.lengths) > 1 and not self.are_apart
 
     def array(self, numbers: Sequence[Any]) -> Array | None:
         """Returns the array that takes the place of a sequence; None if none does."""
-        if not self.takes(len(numbers)):
+        if not self.are_arrays:
             return None
         try:
             array = np.array(numbers, array_type(_first_number(numbers))[1])
@@ -127,25 +122,27 @@ class Sequenced(tuple):
     def key(self, arrays: Sequence[Array]) -> tuple[Hashable, ...]:
         """Returns what instances are told apart by besides their arrays."""
         places = tuple([k for k, x in enumerate(arrays) if id(x) in self.sequences])
-        every = [(x.numbers, x.of_place.are_seen) for x in self.sequences.values()]
-        return (
-            Sequenced,
-            places,
-            *[(type(x), type(x[0]), len(x) if are_seen else None) for x, are_seen in every],
-        )
+        every = [x.numbers for x in self.sequences.values()]
+        return (Sequenced, places, *[(type(x), type(x[0])) for x in every])
 
 
-def places_of_sequences(key: Hashable) -> frozenset[int]:
-    """Returns which arrays of an instance take the place of sequences, given its key."""
-    parts = key if isinstance(key, tuple) else ()
-    found = [x[1] for x in parts if type(x) is tuple and x and x[0] is Sequenced]
-    return frozenset(*found)
+class Element(NamedTuple):
+    """An element that operations of JAX have read.
 
+    Attributes:
+      elements: of which it is one.
+      number: of it.
+    """
 
-def without_number(token: tuple) -> tuple:
-    """Returns what `Sequenced.key` says of instances, but how many elements sequences have."""
-    kind, places, *of_each = token
-    return (kind, places, *[x[:2] for x in of_each])
+    elements: "Elements"
+    number: int
+
+    def check_row(self, extent: int) -> None:
+        """Raises `GuardFailed` if it names no row of so many, an error of the function."""
+        known = self.elements.of_place
+        known.rows = extent if known.rows is None else min(known.rows, extent)
+        if not -extent <= self.elements.value(self.number) < extent:
+            known.changed()
 
 
 class Elements:
@@ -164,12 +161,11 @@ class Elements:
         array: Value,
         leaf: int,
         sequence: NumbersAsArray,
-        rows: dict[int, tuple["Elements", int]],
     ):
         self.arithmetic = self  # Python computes nothing with elements
         self.array, self.of_place = array, sequence.of_place
         self.length = len(sequence.numbers)
-        self._recorder, self._leaf, self._rows = recorder, leaf, rows
+        self._recorder, self._leaf = recorder, leaf
         self._are_tuples = _are_tuples(sequence.numbers)
         number = _first_number(sequence.numbers)
         self._kind = recorder.registry.value_type(*array_type(number))
@@ -198,21 +194,23 @@ class Elements:
             self.refuse()
         k = number.step
         if k not in self._row_of:
-            self._row_of[k] = self._recorder.leaf_value(self._kind, self._leaf, (k,))
-            self._rows[self._row_of[k].index] = self, k
+            self._row_of[k] = value = self._recorder.leaf_value(self._kind, self._leaf, (k,))
+            self._recorder.elements[value.index] = Element(self, k)
+            if is_ragged(self.array.shape):
+                self._recorder.note_row(value, Row(self.array, k, self.length))
         return self._row_of[k]
 
-    def number(self, k: int) -> Any:
+    def value(self, k: int) -> Any:
         """Returns an element as a number of Python or NumPy."""
         return self._numbers[k].value
 
     def note_seen(self) -> None:
         """Notes that Python sees how long the sequence is, or looks at tuples in it."""
-        if self._recorder.active and self._are_tuples:
+        if not self._recorder.active:
+            return
+        extent = self.array.shape[0]
+        if self._are_tuples or (is_ragged((extent,)) and length_known(extent) is None):
             self.refuse()
-        if self._recorder.active and not self.of_place.are_seen:
-            self.of_place.are_seen = True
-            self.of_place.changed()
 
     def as_array(self, given: Sequence[Any]) -> Array:
         """Returns the array of what the function got, by the protocol of JAX."""
@@ -284,13 +282,6 @@ _stand_for(ElementTuple, tuple)
 _stand_for(ElementList, list)
 
 
-def check_elements(arguments: PyTree) -> None:
-    """Raises `GuardFailed` if arguments of a cell are elements of a sequence."""
-    for x in jax.tree.leaves(arguments):
-        if type(x) is PythonNumber and type(x.operands) is Elements:
-            x.operands.refuse()
-
-
 class Sequences:
     """Which sequences of numbers are arrays: all at a place of instances, or none.
 
@@ -323,7 +314,7 @@ class Sequences:
                     self._note(place, len(x))
             if sum(x.are_apart for x in self._places.values()) > MOST_FAILED:
                 self.left = 0
-            elif any(x.takes(0) for x in self._places.values()):
+            elif any(x.are_arrays for x in self._places.values()):
                 return self._replaced_in(instances)
         except RecursionError:  # an instance is deep, or holds itself
             self.left = 0
@@ -331,7 +322,7 @@ class Sequences:
 
     def leave(self) -> None:
         """Leaves sequences what they are, for good."""
-        were_arrays = self.left > 0 and any(x.takes(0) for x in self._places.values())
+        were_arrays = self.left > 0 and any(x.are_arrays for x in self._places.values())
         self.left, self.are_looked_at = 0, False
         self._assumptions.fail("sequences", were_arrays)
 

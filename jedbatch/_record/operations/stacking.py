@@ -1,27 +1,32 @@
-"""Stacks of the elements of a sequence, or of what is computed from each, from an array of them.
+"""Stacks of rows of arrays of any length, or of what is computed from each row, from the arrays.
 
-    jnp.stack([f(w) for w in words])        recorded: f(w0), f(w1), ..., then a stack of them
-                                            in its place: jax.vmap(f)(array of words)
+    jnp.stack([f(x, k) for k, x in enumerate(xs)])      recorded: f(x0, 0), f(x1, 1), ..., then
+                                                        a stack of them
+                                                        in its place: jax.vmap(f)(xs, arange(n))
 
-The operations that lead from an element to its part of the stack are compared with those of the
-first element, one by one. If they are the same, the first element's run on the whole array.
+The operations that lead from rows to a part of the stack are compared with those that lead to the
+first part, one by one. If they are the same but for rows and numbers, of which each part reads the
+next, those of the first part run on whole arrays. The result has one type for all lengths then,
+where a stack has one for each.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from jedbatch._graph.types import NodeType, operation_of
-from jedbatch._record.operations.sequences import MOST_LEFT_OUT, Elements
+from jedbatch._jaxpr.symbolic_dims import extents_told
 from jedbatch._record.operations.symbols import Shared, Value
 from jedbatch._record.types.shared_operands import STACKS
 
 # What makes a stack; of one value JAX may make one by giving it an axis.
 MAKES_STACKS = frozenset({*STACKS, "broadcast_in_dim"})
+MOST_LEFT_OUT = 2  # rows at either end that a stack may lack, as that of `x[:-1]`
+CHUNKS = (16, 256, 4096)  # values in stacks that `jnp.concatenate` makes on its way
 
 
 class StackAxis(NamedTuple):
@@ -54,62 +59,71 @@ def stack_axis(node_type: NodeType) -> StackAxis | None:
     return StackAxis(min(new), True) if is_row else None
 
 
-class Stacking:
-    """Finds stacks of sequences among what is recorded of an instance.
-
-    Args:
-      recorder: of the instance, which has recorded nothing of it yet.
+class Row(NamedTuple):
+    """A row of an array of any length, or the part of it that static indices lead to.
 
     Attributes:
-      rows: (elements, number) of elements that operations of JAX have read.
+      array: the array.
+      number: of the row.
+      length: of the array in the instance that is recorded.
+      indices: that lead from the row to the part.
     """
 
-    def __init__(self, recorder: Any):
-        self._recorder = recorder
-        self.rows: dict[int, tuple[Elements, int]] = {}
-        self._next = len(recorder.call_specs), len(recorder.references), recorder.num_values
+    array: Value
+    number: int
+    length: int
+    indices: tuple[Any, ...] = ()
+
+    def of_each(self, step: int, count: int) -> Any:
+        """Returns the same part of a number of rows from this one on.
+
+        None if rows are left out between them, or more than a few at the ends.
+
+        Args:
+          step: from one row to the next; -1 if they are in reverse order.
+          count: of the rows.
+        """
+        if abs(step) != 1:
+            return None
+        last = self.number + step * (count - 1)
+        before, after = min(self.number, last), self.length - 1 - max(self.number, last)
+        if max(before, after) > MOST_LEFT_OUT or ((before or after) and count in CHUNKS):
+            return None
+        rows: Any = self.array
+        if before or after:
+            rows = rows[before : rows.shape[0] - after]
+        rows = rows[::-1] if step < 0 else rows
+        for index in self.indices:
+            rows = rows[(slice(None), *(index if isinstance(index, tuple) else (index,)))]
+        return rows
+
+
+class Stacking:
+    """Finds stacks of rows among what is recorded of an instance.
+
+    Args:
+      recorder: of the instance.
+      begin: (nodes, references, results) that were recorded before it.
+
+    Attributes:
+      rows: what was picked of arrays of which Python has been told the length, by value.
+    """
+
+    def __init__(self, recorder: Any, begin: tuple[int, int, int]):
+        self._recorder, self._next = recorder, begin
+        self.rows: dict[int, Row] = {}
+        self._only: dict[int, int] = {}  # 1 for each row that is the only one of its array
         self._makers: dict[int, tuple[int, int, int]] = {}  # (type, first reference, result)
-        self._cut: set[Elements] = set()  # of which stacks were met that lack some at either end
-        self._stacks: dict[
-            int, tuple[StackAxis, list[int]]
-        ] = {}  # made of arrays, with their parts
+        self._stacks: dict[int, tuple[StackAxis, list[int]]] = {}  # made of arrays, their parts
 
-    def is_element(self, x: object) -> bool:
-        """Returns whether this is an element of a sequence, as operations of JAX read it."""
-        return type(x) is Value and x.index in self.rows
-
-    def check_row(self, element: Value, extent: int) -> None:
-        """Raises `GuardFailed` if an element names no row, which is an error of the function."""
-        elements, k = self.rows[element.index]
-        known = elements.of_place
-        known.rows = extent if known.rows is None else min(known.rows, extent)
-        if not -extent <= elements.number(k) < extent:
-            known.changed()
-
-    def check(self, results: Sequence[int]) -> None:
-        """Raises `GuardFailed` if an element leads to results other than in a stack."""
-        left, seen = list(results), set(results)
-        while left:
-            value = left.pop()
-            if value in self.rows:
-                self._leave(self.rows[value][0])
-            more = set(self._operands(value)) - seen
-            seen |= more
-            left += more
-
-    def _leave(self, elements: Elements) -> NoReturn:
-        """Has sequences like one be cut, or left what they are; raises `GuardFailed`."""
-        known = elements.of_place
-        if elements in self._cut:
-            known.are_cut = True
-        elif elements.length <= 1 + MOST_LEFT_OUT:
-            known.short.add(elements.length)
-        else:
-            known.are_apart = True
-        known.changed()
+    def note(self, value: Value, row: Row) -> None:
+        """Notes that a value is a row."""
+        self.rows[value.index] = row
+        if row.length == 1:
+            self._only[value.index] = 1
 
     def of_array(self, stack: Value) -> Value | None:
-        """Returns a stack computed from the array of a sequence; None if it is none of one."""
+        """Returns a stack computed from arrays; None if it is none of their rows."""
         way = self._way(stack.index)
         if way is None:
             return None
@@ -117,27 +131,14 @@ class Stacking:
         made_by, new = way, StackAxis(way.axis, True)
         if all(self._way(part) == new for part in parts):  # each was given the axis before
             parts, way = [self._operands(part)[0] for part in parts], new
-        first = self._row_of(parts[0])
-        if first is None:
+        steps = self._steps(parts)
+        found = self._arrays_of(steps, len(parts))
+        if not found:
             return None
-        elements, begin = first
-        step = self._step(parts, begin)
-        numbers = range(begin, begin + step * len(parts), step)
-        pairs = zip(parts, numbers, strict=True)
-        if not all(self._are_alike(parts[0], x, first, k, {}) for x, k in pairs):
+        try:
+            rows, is_mapped = self._mapped(parts[0], steps, found)
+        except NotImplementedError:  # of an operation that JAX cannot map
             return None
-        if len(parts) == 1 < elements.length:  # given an axis, for whatever reason
-            return None
-        before, after = min(numbers), elements.length - 1 - max(numbers)
-        if max(before, after) > MOST_LEFT_OUT:
-            return None
-        if (before or after) and not elements.of_place.are_cut:
-            self._cut.add(elements)
-            return None
-        array = elements.array
-        if before or after:
-            array = array[before : array.shape[0] - after]
-        rows, is_mapped = self._mapped(parts[0], array[::step] if step < 0 else array, {})
         if not is_mapped:
             return None
         stacked: Any = jnp.moveaxis(rows, 0, way.axis)
@@ -185,83 +186,118 @@ class Stacking:
             return [value]
         return parts if way.is_new else [part for own in parts for part in self._parts(own, way)]
 
-    def _row_of(self, value: int) -> tuple[Elements, int] | None:
-        """Returns (elements, number) of an element that leads to a value; None if none does."""
-        left = [value]
-        while left:
-            value = left.pop()
-            if value in self.rows:
-                return self.rows[value]
-            left += self._operands(value)
-        return None
+    def _steps(self, parts: Sequence[int]) -> dict[int, int]:
+        """Returns how far each row and number is from that of the part before, by the first ones.
 
-    def _step(self, parts: Sequence[int], begin: int) -> int:
-        """Returns 1, or -1 if the parts of a stack are in the reverse order of their elements."""
-        second = self._row_of(parts[1]) if len(parts) > 1 else None
-        return -1 if second is not None and second[1] < begin else 1
+        It is 0 for all that parts have in common; nothing if they are not alike.
+        """
+        if len(parts) == 1:
+            return self._only
+        steps: dict[int, int] = {}
+        for k, part in enumerate(parts[1:], 1):
+            if not self._are_alike(parts[0], part, k, steps, {}):
+                return {}
+        return steps
 
     def _are_alike(
-        self, first: int, other: int, row: tuple[Elements, int], number: int, known: dict[int, int]
+        self, first: int, other: int, number: int, steps: dict[int, int], known: dict[int, int]
     ) -> bool:
-        """Returns whether a value is to an element what another is to the first one.
+        """Returns whether a value is in a part of a stack what another is in the first one.
 
         Args:
-          first: the value of the first element.
-          other: that of another.
-          row: (elements, number) of the first element.
-          number: of the other element.
-          known: values that are, by those of the first element.
+          first: the value in the first part.
+          other: that in another.
+          number: of that part.
+          steps: see `_steps`; those from the first part to the second are added.
+          known: values that are, by those in the first part.
         """
         if first in known:
             return known[first] == other
         known[first] = other
-        if first in self.rows or other in self.rows:
-            return self.rows.get(first) == row and self.rows.get(other) == (row[0], number)
+        distance = self._distance(first, other)
+        if distance is not None:
+            if number == 1:
+                steps[first] = distance
+            return distance == number * steps.get(first, distance + 1)
         mine, its = self._maker(first), self._maker(other)
-        if mine is None or its is None:
-            return first == other or (mine is its and self._are_equal(first, other))
-        if mine[0] != its[0] or mine[2] != its[2]:
+        if mine is None or its is None or mine[0] != its[0] or mine[2] != its[2] or first in steps:
             return False
         pairs = zip(self._operands(first), self._operands(other), strict=True)
-        return all(self._are_alike(a, b, row, number, known) for a, b in pairs)
+        return all(self._are_alike(a, b, number, steps, known) for a, b in pairs)
 
-    def _are_equal(self, first: int, other: int) -> bool:
-        """Returns whether two values are inputs, and equal numbers."""
+    def _distance(self, first: int, other: int) -> int | None:
+        """Returns how far a row or number is from another one; None if they are neither."""
+        if first == other:
+            return 0
+        mine, its = self.rows.get(first), self.rows.get(other)
+        if mine is not None and its is not None:
+            are_of_one = mine.array.index == its.array.index and mine.indices == its.indices
+            return its.number - mine.number if are_of_one else None
         recorder = self._recorder
         if first >= 0 or other >= 0 or recorder.input_group[~first] != recorder.input_group[~other]:
-            return False
+            return None
         a, b = recorder.input_value[~first], recorder.input_value[~other]
-        return a is b or (type(a) is type(b) and not getattr(a, "ndim", 0) and repr(a) == repr(b))
+        if a is b or (type(a) is type(b) and not getattr(a, "ndim", 0) and repr(a) == repr(b)):
+            return 0
+        return b - a if type(a) is type(b) is int else None
 
-    def _mapped(
-        self, value: int, array: Value, found: dict[int, tuple[Any, bool]]
-    ) -> tuple[Any, bool]:
-        """Returns what leads to a value, of all elements at once; and whether it has an axis more.
+    def _arrays_of(self, steps: dict[int, int], count: int) -> dict[int, tuple[Any, bool]]:
+        """Returns arrays that take the place of rows and numbers; nothing if there are none.
 
         Args:
-          value: of the first element.
-          array: the elements.
+          steps: see `_steps`.
+          count: of the parts.
+        """
+        told = extents_told(self._recorder)
+        moving = {value: step for value, step in steps.items() if step and told}
+        arrays: dict[int, Any] = {}
+        for value in moving.keys() & self.rows.keys():
+            arrays[value] = self.rows[value].of_each(moving[value], count)
+            if arrays[value] is None:
+                return {}
+        extent = next((x.shape[0] for x in arrays.values()), told.get(count))
+        for value in moving.keys() - self.rows.keys():
+            if extent is None:
+                return {}
+            number = self._recorder.input_value[~value]
+            numbers = number + moving[value] * jnp.arange(extent)
+            arrays[value] = numbers.astype(self._value(value).aval.dtype)
+        return {value: (x, True) for value, x in arrays.items()}
+
+    def _mapped(
+        self, value: int, steps: dict[int, int], found: dict[int, tuple[Any, bool]]
+    ) -> tuple[Any, bool]:
+        """Returns what leads to a value, of all parts at once; and whether it has an axis more.
+
+        Args:
+          value: of the first part.
+          steps: see `_steps`.
           found: results so far.
         """
         if value in found:
             return found[value]
-        recorder = self._recorder
-        if value in self.rows:
-            return array, True
         maker = self._maker(value)
-        if maker is None:
-            kind = recorder.registry.groups[recorder.input_group[~value]][1]
-            return found.setdefault(value, (Value(recorder, value, kind), False))
+        if maker is None or value in steps:
+            return found.setdefault(value, (self._value(value), False))
         type_id, _, result = maker
-        node_type = recorder.registry.node_types[type_id]
-        operands = [self._mapped(x, array, found) for x in self._operands(value)]
+        node_type = self._recorder.registry.node_types[type_id]
+        operands = [self._mapped(x, steps, found) for x in self._operands(value)]
         if not any(is_mapped for _, is_mapped in operands):
-            (kind,) = recorder.registry.kinds_of([node_type.results[result]])
-            return found.setdefault(value, (Value(recorder, value, kind), False))
-        values = [Shared(recorder, i) for i in node_type.shared] + [x for x, _ in operands]
-        axes = [None] * len(node_type.shared) + [0 if mapped else None for _, mapped in operands]
+            return found.setdefault(value, (self._value(value), False))
+        shared = [Shared(self._recorder, i) for i in node_type.shared]
+        axes = [None] * len(shared) + [0 if is_mapped else None for _, is_mapped in operands]
         run = jaxpr_as_fun(operation_of(node_type).jaxpr)
-        results = jax.vmap(run, axes)(*values)
+        results = jax.vmap(run, axes)(*shared, *[x for x, _ in operands])
         first = value - result
         found.update((first + k, (x, True)) for k, x in enumerate(results))
         return found[value]
+
+    def _value(self, value: int) -> Value:
+        """Returns a value that was recorded, given its number."""
+        recorder, maker = self._recorder, self._maker(value)
+        if maker is None:
+            kind = recorder.registry.groups[recorder.input_group[~value]][1]
+        else:
+            result = recorder.registry.node_types[maker[0]].results[maker[2]]
+            (kind,) = recorder.registry.kinds_of([result])
+        return Value(recorder, value, kind)

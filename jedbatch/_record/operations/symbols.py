@@ -54,6 +54,10 @@ class RecorderLike(Protocol):
     constants: dict[Hashable, Any]
     leaving: Callable[["Symbol", str], None] | None
     stacking: Any
+    has_numbers: bool
+    elements: dict[int, Any]
+
+    def note_row(self, value: "Value", row: Any) -> None: ...
 
     @property
     def result(self) -> type["Value"]: ...

@@ -76,8 +76,8 @@ from jedbatch._record.operations.known_operations import (
     way_of,
 )
 from jedbatch._record.operations.lengths_told import MAKES_ARRAYS, params_with_extents
-from jedbatch._record.operations.sequences import Elements, Sequenced, check_elements
-from jedbatch._record.operations.stacking import MAKES_STACKS, Stacking
+from jedbatch._record.operations.sequences import Element, Elements, Sequenced
+from jedbatch._record.operations.stacking import MAKES_STACKS, Row, Stacking
 from jedbatch._record.operations.static_numbers import (
     STATIC,
     lifted_numbers,
@@ -119,12 +119,9 @@ def symbolic(
         sequences = {}
         if type(instance) is Sequenced:
             sequences, instance = instance.sequences, tuple(instance)
-    if sequences:
-        recorder.stacking = Stacking(recorder)
-        for leaf, x in enumerate(arrays):
-            if id(x) in sequences:
-                given = symbols[leaf], leaf, sequences[id(x)], recorder.stacking.rows
-                symbols[leaf] = Elements(recorder, *given).given
+    for leaf, x in enumerate(arrays if sequences else ()):
+        if id(x) in sequences:
+            symbols[leaf] = Elements(recorder, symbols[leaf], leaf, sequences[id(x)]).given
     return replace_arrays(instance, iter(symbols))
 
 
@@ -184,7 +181,9 @@ class Recorder(Trace):
       keeps_types: whether operations are to have the types at first that they have later, as far as
         that can be; programs of rounds would otherwise grow when types change.
       noting: is called for each operation outside of cells; or None.
-      stacking: finds stacks of sequences of the instance that are arrays; None if there are none.
+      elements: elements of sequences of the instance, by the values that operations of JAX read.
+      stacking: finds stacks of rows of arrays of the instance; None as long as there are no rows.
+      has_unread: whether others took the place of stacks, so that some nodes may not be read.
     """
 
     __slots__ = ("__dict__", "call_cell")  # the compiled core reads `call_cell` for every call
@@ -231,7 +230,10 @@ class Recorder(Trace):
         self.noting = noting
         self.keeps_types = False
         self.has_numbers = False  # of Python, for floats and elements of the instance
+        self.elements: dict[int, Element] = {}
         self.stacking: Stacking | None = None
+        self.has_unread = False
+        self._begin = 0, 0, 0  # nodes, references and results before the instance
 
     def is_valid(self) -> bool:
         if self.active:
@@ -263,7 +265,7 @@ class Recorder(Trace):
           types: (shape, dtype, weak) of the arrays, if an extent is not to be known.
         """
         self._next_instance()
-        for memory in (self.known, self.kept, self.leaves):
+        for memory in (self.known, self.kept, self.leaves, self.elements):
             memory.clear()
         self.known.update(self.containers)
         if len(self.watched) > MANY_WATCHED:  # others are looked at where they are met again
@@ -276,6 +278,7 @@ class Recorder(Trace):
         self.registry.shared_operands.num_instances += 1
         self.turn_to(instance)
         self.has_numbers, self.stacking = False, None
+        self._begin = len(self.call_specs), len(self.references), self.num_values
         self.call_cell = self._fast_path
         self.constants = None
         return self.symbolic(instance, arrays, types) if arrays else instance
@@ -331,6 +334,12 @@ class Recorder(Trace):
         position = self.new_input(group, path[0] if row else path)
         self.leaves[position] = (leaf, path)
         return Value(self, position, kind)
+
+    def note_row(self, value: Value, row: Row) -> None:
+        """Notes that a value of the instance is a row of an array of any length."""
+        if self.stacking is None:
+            self.stacking = Stacking(self, self._begin)
+        self.stacking.note(value, row)
 
     def input(self, x: Leaf) -> Value:
         """A number or concrete array as an input of the instance."""
@@ -451,7 +460,6 @@ class Recorder(Trace):
     def slow_path(self, cell: Cell, args: tuple, static: dict) -> PyTree:
         """Records a call of a cell: any pytrees of anything."""
         if self.has_numbers and any(type(x) is PythonNumber for x in jax.tree.leaves(args)):
-            check_elements(args)
             return self.call_cell(cell, jax.tree.map(read_by_jax, args), static)
         return slow_path(self, cell, args, static)
 
@@ -508,7 +516,9 @@ class Recorder(Trace):
             stacking, self.stacking = self.stacking, None  # what follows stacks nothing
             with set_current_trace(self):  # there is none while an operation is processed
                 of_array = stacking.of_array(out[0])
-            self.stacking, out = stacking, out if of_array is None else [of_array]
+            self.stacking = stacking
+            if of_array is not None:
+                self.has_unread, out = True, [of_array]
         return out if primitive.multiple_results else out[0]
 
     def perform(

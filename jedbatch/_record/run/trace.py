@@ -124,8 +124,8 @@ def trace(
         graph = finish(registry, columns, outputs, flat.reshape(len(ends), -1).T)
     except OverflowError as error:
         raise _overflow(registry, columns, ends, instances.numbers) or error from None
-    if any(getattr(x, "sequences", None) for x in instances.mapped):
-        graph = with_inputs(without_unread(graph))  # of stacks that arrays take the place of
+    if recorder.has_unread:
+        graph = with_inputs(without_unread(graph))
     return Traced(graph, forms, caching, recorder.tracers)
 
 
@@ -184,8 +184,6 @@ def _record_all(fn, recorder, instances, arrange):
             else:
                 leaves, structure = flatten(result, "the result of the function")
                 results = [recorder.output(leaf) for leaf in leaves]
-            if recorder.stacking is not None:
-                recorder.stacking.check([index for index, _ in results])
         except Exception as error:
             note_instance(error, numbers[i], instance, arrays[i])
             raise

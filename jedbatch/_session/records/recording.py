@@ -488,7 +488,6 @@ class RaggedRecording:
                 self.asked[i] = asked = Questions()
                 if given is not None:
                     asked.lengths, asked.keeps_numbers = given.length_of, given.keeps_numbers
-                    asked.told.update((given.lengths[k], n) for k, n in given.extents_known)
                 note_questions_in(asked)
                 return given and given.types
 
