@@ -256,13 +256,14 @@ def results_from(
             rows = arena[stored_kind(kind)][first // form.batch]
             leaves.append(from_stored(rows, ValueType(*kind)))
         return jax.tree.unflatten(structure, leaves)
-    return [
+    results = [
         jax.tree.unflatten(
             structure,
             [leaf(kind, place) for kind, place in places],
         )
         for structure, places in zip(form.structures, form.places, strict=True)
     ]
+    return jax.tree.map(lambda *x: jnp.stack(x), *results) if form.is_list_stacked else results
 
 
 @unguarded

@@ -63,11 +63,14 @@ class OutputSpec:
       places: for each of these, (shape and dtype, first row) of every leaf; a ragged one is a
         `Slice` or a `PaddedPlace`, or one for each instance.
       batch: instances stacked along the first axis; None for a list of results.
+      is_list_stacked: whether a list of results is stacked in the end, as some have a ragged leaf
+        where others have rows.
     """
 
     structures: tuple[Any, ...]
     places: tuple[tuple[tuple[Kind, Any], ...], ...]
     batch: int | None
+    is_list_stacked: bool = False
     _keys: tuple[Hashable, ...] = field(init=False, repr=False)  # tell structures apart exactly
 
     def __post_init__(self) -> None:

@@ -360,3 +360,17 @@ def test_lists_in_named_tuples_are_lists_of_any_length():
     batched = check(fn, PARAMS, instances)
     calls = [t for t in batched.plan(PARAMS, instances).graph.present_types if t]
     assert len(calls) <= 5  # rows, sums, and nodes of up to four and eight
+
+
+def test_results_that_are_ragged_by_chance():
+    """Two rows are as many as features that are cut off: the result has extent n + 2 in one."""
+
+    def fn(p, x):
+        scale = len(x) * p["W"][0, 0]
+        return {"rows": jnp.concatenate([x[0][:2], x[0][2:]]) * scale, "sums": x.sum(axis=0)}
+
+    batched = jedbatch.batch(fn)
+    for instances in minibatches(array, (2, 3, 5), (4, 2, 6), (2,)):
+        found = batched(PARAMS, instances)
+        expected = [fn(PARAMS, x) for x in instances]
+        assert_close(found, jax.tree.map(lambda *x: jnp.stack(x), *expected), rtol=1e-5)

@@ -108,10 +108,13 @@ def form_of_results(
             found.append(next(references))
         forms.append((record.structure, [kind for kind, _ in instance_results]))
         places.append(tuple(instance_results))
-    if not stacked:
-        return rows, OutputSpec(tuple(structure for structure, _ in forms), tuple(places), None)
-    for i, form in enumerate(forms):
+    for i, form in enumerate(forms if stacked else ()):
         check_stack(name, i, forms[0], form)
+    columns = zip(*places, strict=True) if stacked else ()
+    are_mixed = any(len({type(place) for _, place in column}) > 1 for column in columns)
+    if not stacked or are_mixed:
+        structures = tuple(structure for structure, _ in forms)
+        return rows, OutputSpec(structures, tuple(places), None, are_mixed)
     together: list[tuple[Kind, Any]] = []
     order: dict[Kind, list[int]] = {kind: [] for kind in rows}
     for column in zip(*places, strict=True):
