@@ -115,6 +115,7 @@ class Stacking:
         self._only: dict[int, int] = {}  # 1 for each row that is the only one of its array
         self._makers: dict[int, tuple[int, int, int]] = {}  # (type, first reference, result)
         self._stacks: dict[int, tuple[StackAxis, list[int]]] = {}  # made of arrays, their parts
+        self._is_mapping = False
 
     def note(self, value: Value, row: Row) -> None:
         """Notes that a value is a row."""
@@ -125,20 +126,23 @@ class Stacking:
     def of_array(self, stack: Value) -> Value | None:
         """Returns a stack computed from arrays; None if it is none of their rows."""
         way = self._way(stack.index)
-        if way is None:
+        if way is None or self._is_mapping:
             return None
         parts = given = self._parts(stack.index, way)
         made_by, new = way, StackAxis(way.axis, True)
         if all(self._way(part) == new for part in parts):  # each was given the axis before
             parts, way = [self._operands(part)[0] for part in parts], new
         steps = self._steps(parts)
-        found = self._arrays_of(steps, len(parts))
-        if not found:
+        if not any(steps.values()):
             return None
+        self._is_mapping = True
         try:
+            found = self._arrays_of(steps, len(parts))
             rows, is_mapped = self._mapped(parts[0], steps, found)
         except NotImplementedError:  # of an operation that JAX cannot map
             return None
+        finally:
+            self._is_mapping = False
         if not is_mapped:
             return None
         stacked: Any = jnp.moveaxis(rows, 0, way.axis)

@@ -160,7 +160,8 @@ class ArraysMade:
         """Returns a symbol for an array; None if there is none."""
         told = self.extents(x.shape, x.dtype)
         axes = [k for k in range(1, x.ndim) if x.shape[k] in told and not is_key(x.dtype)]
-        if len(x) in told or self._constants.has_any_length(*self.every[-1]):
+        is_told = len(x) > 1 and len(x) in told  # one row is likely an index
+        if is_told or self._constants.has_any_length(*self.every[-1]):
             return self._table(self._symbol, x, axes)
         self.fixed.append(self.every[-1])
         return self._table(self._recorder.input, x, axes) if axes else None

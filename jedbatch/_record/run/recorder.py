@@ -40,7 +40,7 @@ from jedbatch import checks
 from jedbatch._graph.operations import PrimitiveKey
 from jedbatch._jaxpr.interpret import has_gradient, returns_nothing
 from jedbatch._jaxpr.numbers import Number, traced_bodies
-from jedbatch._jaxpr.symbolic_dims import as_number, as_numbers
+from jedbatch._jaxpr.symbolic_dims import are_lengths_told, as_number, as_numbers
 from jedbatch._jaxpr.versions import failing_without_trace
 from jedbatch._record.calls.fast_path import (
     DescribedCell,
@@ -337,9 +337,13 @@ class Recorder(Trace):
 
     def note_row(self, value: Value, row: Row) -> None:
         """Notes that a value of the instance is a row of an array of any length."""
+        self._stacking().note(value, row)
+
+    def _stacking(self) -> Stacking:
+        """Returns what finds stacks of rows of the instance."""
         if self.stacking is None:
             self.stacking = Stacking(self, self._begin)
-        self.stacking.note(value, row)
+        return self.stacking
 
     def input(self, x: Leaf) -> Value:
         """A number or concrete array as an input of the instance."""
@@ -512,11 +516,9 @@ class Recorder(Trace):
         out = self.perform(name, key, call, tracers)
         if filling is not None and not isinstance(out[0], Tracer):
             self.registry.constants[filling] = [*out, *filter(is_array, tracers)]
-        if self.stacking is not None and name in MAKES_STACKS and type(out[0]) is Value:
-            stacking, self.stacking = self.stacking, None  # what follows stacks nothing
+        if name in MAKES_STACKS and type(out[0]) is Value and are_lengths_told():
             with set_current_trace(self):  # there is none while an operation is processed
-                of_array = stacking.of_array(out[0])
-            self.stacking = stacking
+                of_array = self._stacking().of_array(out[0])
             if of_array is not None:
                 self.has_unread, out = True, [of_array]
         return out if primitive.multiple_results else out[0]
