@@ -19,8 +19,9 @@ If Python computes with an element or looks something up by one, sequences at th
 they are. If the function asks for types or fails, all do.
 """
 
+import itertools
 import typing
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -309,30 +310,41 @@ class Sequences:
     def _found_in(self, instances: Sequence[tuple]) -> dict[int, Sequenced]:
         """Does so."""
         try:
-            for instance in instances:
-                for place, x in _sequences_in(instance):
-                    self._note(place, len(x))
-            if sum(x.are_apart for x in self._places.values()) > MOST_FAILED:
-                self.left = 0
-            elif any(x.are_arrays for x in self._places.values()):
-                return self._replaced_in(instances)
+            known, found = self._num_arrays, self._replaced_in(instances)
+            if self._num_arrays != known:  # other instances may come before those that tell
+                found = self._replaced_in(instances)
         except RecursionError:  # an instance is deep, or holds itself
-            self.left = 0
-        return {}
+            self.left, found = 0, {}
+        if sum(x.are_apart for x in self._places.values()) > MOST_FAILED:
+            self.left, found = 0, {}
+        if found:
+            self.left = MOST_TRIED
+        return found
+
+    @property
+    def _num_arrays(self) -> int:
+        """Places whose sequences are arrays."""
+        return sum(x.are_arrays for x in self._places.values())
 
     def leave(self) -> None:
         """Leaves sequences what they are, for good."""
-        were_arrays = self.left > 0 and any(x.are_arrays for x in self._places.values())
+        were_arrays = self.left > 0 and self._num_arrays > 0
         self.left, self.are_looked_at = 0, False
         self._assumptions.fail("sequences", were_arrays)
 
-    def _note(self, place: Place, length: int) -> None:
-        """Takes note of the length of a sequence."""
+    def _array(self, x: Sequence[Any], place: Place) -> NumbersAsArray | None:
+        """Returns the array that takes the place of a sequence; None if none does.
+
+        Takes note of its length.
+        """
         known = self._places.get(place)
-        if known is None and len(self._places) < MOST_PLACES:
+        if known is None:
+            if len(self._places) == MOST_PLACES:
+                return None
             known = self._places[place] = SequencesAtPlace(self._assumptions)
-        if known is not None:
-            known.note(length)
+        known.note(len(x))
+        array = known.array(x)
+        return None if array is None else NumbersAsArray(x, array, known)
 
     def _replaced_in(self, instances: Sequence[tuple]) -> dict[int, Sequenced]:
         """Returns instances with arrays in place of sequences, by number."""
@@ -342,8 +354,6 @@ class Sequences:
             replaced = self._replaced(tuple(instance), (), sequences, {})
             if sequences:
                 found[i] = Sequenced(replaced, sequences)
-        if found:
-            self.left = MOST_TRIED
         return found
 
     def _replaced(
@@ -367,11 +377,10 @@ class Sequences:
             return done[id(x)][1]
         done[id(x)] = x, x
         is_sequence = bool(place) and _is_sequence(x)
-        of_place = self._places.get(place) if is_sequence else None
-        array = None if of_place is None else of_place.array(x)
-        if of_place is not None and array is not None:
-            sequences[id(array)] = NumbersAsArray(x, array, of_place)
-            done[id(x)] = x, array
+        made = self._array(x, place) if is_sequence else None
+        if made is not None:
+            sequences[id(made.array)] = made
+            done[id(x)] = x, made.array
         elif is_sequence and not _are_tuples(x):
             pass  # numbers have no parts
         elif (found := _parts(x, place)) is not None:
@@ -388,14 +397,15 @@ def _is_sequence(x: Leaf) -> bool:
     if (type(x) is not tuple and type(x) is not list) or not x:
         return False
     if not _are_tuples(x):
-        kind = type(x[0])
-        return issubclass(kind, NUMBERS) and all(type(k) is kind for k in x)
-    if type(x) is not list or not x[0]:
+        return _are_numbers(x)
+    if type(x) is not list or len(set(map(type, x))) > 1 or len(set(map(len, x))) > 1:
         return False
-    kind, width = type(x[0][0]), len(x[0])
-    return issubclass(kind, NUMBERS) and all(
-        type(row) is tuple and len(row) == width and all(type(k) is kind for k in row) for row in x
-    )
+    return len(x[0]) > 0 and _are_numbers([*itertools.chain.from_iterable(x)])
+
+
+def _are_numbers(x: Sequence[Any]) -> bool:
+    """Returns whether all elements are numbers of one class."""
+    return issubclass(type(x[0]), NUMBERS) and len(set(map(type, x))) == 1
 
 
 def _are_tuples(x: Sequence[Any]) -> bool:
@@ -415,20 +425,3 @@ def _parts(x: Leaf, place: Place) -> tuple[list[Leaf], list[Place]] | None:
     parts = node[1]
     are_alike = type(x) is list or (bool(place) and all(map(_is_sequence, parts)))
     return parts, [(*place, "*" if are_alike else k) for k in range(len(parts))]
-
-
-def _sequences_in(instance: tuple) -> Iterator[tuple[Place, Sequence[Any]]]:
-    """Yields the sequences in an instance, and the place of each, the first of several."""
-    left: list[tuple[Leaf, Place]] = [(instance, ())]
-    seen: dict[int, Leaf] = {}
-    while left:
-        x, place = left.pop()
-        if type(x) in PLAIN_TYPES or id(x) in seen:
-            continue
-        seen[id(x)] = x
-        if place and _is_sequence(x):
-            yield place, x
-            if not _are_tuples(x):
-                continue
-        if (found := _parts(x, place)) is not None:
-            left += zip(*found, strict=True)
