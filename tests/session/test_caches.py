@@ -267,13 +267,13 @@ def test_a_few_of_many_instances_are_recorded_ahead():
     def polynomial(x, coefficients):
         numbers.append(coefficients)
         total = jnp.zeros(())
-        for c in coefficients:
+        for c in coefficients[1:]:
             total = total * x + c
         return jnp.sin(total)
 
     rng = np.random.default_rng(0)
     sizes = rng.integers(30, 40, 70).tolist()
-    instances = [tuple(rng.integers(1, 9, n).tolist()) for n in sizes]
+    instances = [("descending", *rng.integers(1, 9, n).tolist()) for n in sizes]  # no sequences
     batched = jedbatch.batch(polynomial)
     plan = batched.plan(0.5, [*instances, *instances[:3], instances[60]])
     assert plan.host.num_known == 4
@@ -282,13 +282,14 @@ def test_a_few_of_many_instances_are_recorded_ahead():
         return sum(x is instance for x in numbers)
 
     again = [k for k, x in enumerate(instances[16:]) if count(x) > 1]
-    assert [len(instances[16 + k]) for k in again] == [max(sizes)]  # to see what to warn of
+    assert [len(instances[16 + k]) for k in again] == [1 + max(sizes)]  # to see what to warn of
     assert count(instances[0]) > 1
     expected = [polynomial(0.5, x) for x in [*instances, *instances[:3], instances[60]]]
     np.testing.assert_allclose(batched.apply(0.5, plan), expected, rtol=1e-5)
 
     forgets = jedbatch.batch(polynomial, cache_size=0)
-    forgets.plan(0.5, instances)
+    for _ in range(2):  # until nothing is learned any more
+        forgets.plan(0.5, instances)
     numbers.clear()
     forgets.plan(0.5, instances)
     assert [numbers.count(x) for x in instances] == [1] * 70

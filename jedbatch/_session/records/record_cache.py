@@ -1,7 +1,7 @@
 """`RecordCache`: the graphs of instances that are kept between minibatches."""
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -117,7 +117,8 @@ class RecordCache:
         of cells, unless operations are kept apart.
       warns_of_operations: whether recording many operations one by one is warned of.
       by_key: records, by the key of the instance.
-      by_id: (instance, record) by the id of an instance that cannot change.
+      by_id: (instance, record, arrays) by the id of an instance that cannot change. Arrays take the
+        place of parts of it; they do so as long as nothing is learned.
       with_arrays: records of instances with arrays, as long as lengths do not matter.
       told: keys without lengths of instances of which Python was told some.
       lengths, regions: of arrays whose length differs, and what is done to them.
@@ -145,6 +146,7 @@ class RecordCache:
         self._known: dict[int, Memories] = Memory(MAX_READ_STATES)
         self.number = NOWHERE.number
         self.by_key, self.by_id, self.with_arrays = self._memories(NOWHERE.number)
+        self._known_by_id: Hashable = None  # what had been learned by then
         self.told = Memory(MOST_TOLD)
         registry.read(NOWHERE)
         self._families: Memory = Memory(self._limit, registry.budget, _bytes_of_family)
@@ -170,6 +172,25 @@ class RecordCache:
                 RecordsOfArrays(limit, budget),
             )
         return self._known[number]
+
+    def known(self, instances: Sequence[Any]) -> list[tuple[Any, Record, Sequence[Array]] | None]:
+        """Returns what is known of instances by their ids."""
+        if self._known_by_id != self.learned:
+            self._known_by_id = self.learned
+            for memories in list(self._known.values()):
+                memories.by_id.clear()
+        return list(map(self.by_id.get, map(id, instances)))
+
+    def keep_by_id(
+        self,
+        instances: Sequence[Any],
+        which: Iterable[int],
+        records: Sequence[Record],
+        arrays: Sequence[Sequence[Array]],
+    ) -> None:
+        """Keeps the records and arrays of those instances of a minibatch that cannot change."""
+        found = [(instances[i], records[i], arrays[i]) for i in which]
+        self.by_id.add([(id(same[0]), same) for same in found])
 
     def nothing_to_read(self) -> None:
         """Makes recordings from now on read their arguments alone; releases the arrays."""
@@ -334,8 +355,8 @@ def _bytes_of_record(key: Any, record: Record) -> int:
     return RECORD_BYTES + size
 
 
-def _bytes_of_seen(_: int, known: tuple[Any, Record]) -> int:
-    return BYTES_PER_NODE * known[1].whole.nodes_each
+def _bytes_of_seen(_: int, known: tuple[Any, Record, Sequence[Array]]) -> int:
+    return BYTES_PER_NODE * known[1].whole.nodes_each + sum(x.nbytes for x in known[2])
 
 
 def _bytes_of_family(key: Hashable, _: object) -> int:

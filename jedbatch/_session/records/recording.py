@@ -191,13 +191,15 @@ class Recording:
     def _find(self, cache: RecordCache, instances: Sequence[tuple], read: Callable | None) -> Any:
         """Does the same under what is assumed now; may raise `GuardFailed`."""
         subjects = _subjects(instances)
-        known: list[Any] = list(map(cache.by_id.get, map(id, subjects)))
+        known = cache.known(subjects)
         records: list[Any] = [same and same[1] for same in known]
         nothing: Sequence[Any] = ()
         keys: list[Hashable] = [None] * len(instances)
-        arrays = [nothing] * len(instances)
         if None not in known:
-            return records, arrays, [], len(instances)
+            cache.lengths.none_apart()
+            arrays = [same[2] for same in known]  # type: ignore[index]
+            return records, _with_constants(records, arrays), [], len(instances)
+        arrays = [nothing] * len(instances)
         look = Look(list(instances), keys, arrays, set())
         others = [i for i, same in enumerate(known) if same is None]
         plain, constant = plain_keys([subjects[i] for i in others])
@@ -211,6 +213,8 @@ class Recording:
             self._take_floats(cache, look, others)
         are_plain = are_plain and not look.changed
         given = cache.look(keys, arrays)
+        for i in set(range(len(keys))).difference(others):
+            arrays[i] = known[i][2]  # type: ignore[index]
         if are_plain:  # without arrays
             records = list(map(cache.by_key.get, keys))
         else:
@@ -228,7 +232,10 @@ class Recording:
             for i, (k, record) in enumerate(zip(keys, records, strict=True))
             if record is None and (k is None or first.setdefault(k, i) == i)
         ]
+        have_ids = self.key is None and len(instances[0]) == 1  # or tuples of arguments are new
+        stay = set(itertools.compress(others, constant)) if have_ids else set[int]()
         if not new:
+            cache.keep_by_id(subjects, look.changed & stay, records, arrays)
             arrays = _with_constants(records, arrays)
             _set_short_apart(cache, records, arrays, given)
             if self.key is None and not (are_plain or look.changed):
@@ -254,18 +261,15 @@ class Recording:
                     cache.registry.assumptions.fail("lengths")
                     raise GuardFailed
                 records[i] = fresh[i if k is None else first[k]]
-        arrays = _with_constants(records, arrays)
-        _set_short_apart(cache, records, arrays, given)
         own = zip(new, keep, own_keys, strict=True)
         kept = {i: k for i, is_kept, k in own if is_kept and k is not None}
+        same = look.changed.difference(new) | kept.keys()
+        cache.keep_by_id(subjects, same & stay, records, arrays)
+        arrays = _with_constants(records, arrays)
+        _set_short_apart(cache, records, arrays, given)
         cache.by_key.add([(k, records[i]) for i, k in kept.items()])
         if self.key is None and any(given) and len(kept) == len(new) and not look.changed:
             cache.keep(subjects, records, arrays)
-        if self.key is None:
-            # Those that stay have an identity of their own.
-            stay = set(itertools.compress(others, constant)).difference(look.changed)
-            same = [i for i in kept if i in stay and len(instances[i]) == 1]
-            cache.by_id.add([(id(subjects[i]), (subjects[i], records[i])) for i in same])
         return records, arrays, tracers, len(instances) - len(new)
 
     def _take_keys(self, look: Look, which: Sequence[int], plain: Sequence[bytes | None]) -> None:
