@@ -24,25 +24,30 @@ class LengthFamily:
     Attributes:
       types: of the arrays of the first instance.
       kind_of: these without lengths.
-      kinds: (shape without length, dtype) of those that have a length.
+      sequences: arrays that take the place of sequences, whose lengths are known to differ.
+      kinds: (shape without length, dtype) of others that have a length.
       varied: for each array, whether it had another length in a later one.
       pairs: arrays whose lengths have been compared, so that instances are told apart by whether
         they are equal.
       supposed: those of the pairs that were not seen to be compared (see `Lengths.join_equal`).
+      refuted: those that were supposed in vain.
       groups: arrays, in any number, that instances are told apart by which of are equally long.
       short: which arrays are empty, bool[arrays] each, in instances that lack rows for some part.
       shared: the arrays that share a symbol, by which are equal.
       known: types of arrays with symbols, by what these depend on (see `Lengths`).
     """
 
-    def __init__(self, types: Sequence[ArrayType]):
+    def __init__(self, types: Sequence[ArrayType], sequences: frozenset[int] = frozenset()):
         self.types = list(types)
+        self.sequences = sequences
         self.kind_of = [(shape[1:], dtype, weak) for shape, dtype, weak in types]
-        self.kinds = {(shape[1:], dtype) for shape, dtype, _ in types if shape}
+        others = [t for i, t in enumerate(types) if t[0] and i not in sequences]
+        self.kinds = {(shape[1:], dtype) for shape, dtype, _ in others}
         self.lengths = [_length(t) for t in types]
         self.varied = [False] * len(types)
         self.pairs: dict[Pair, None] = {}
         self.supposed: list[Pair] = []
+        self.refuted: set[Pair] = set()
         self.groups: list[list[int]] = []
         self.short: set[tuple[bool, ...]] = set()
         self.shared: dict[bytes, list[int]] = {}
@@ -68,6 +73,7 @@ class LengthFamily:
         """No longer tells instances apart by pairs that were not seen to be compared."""
         for pair in self.supposed:
             del self.pairs[pair]
+        self.refuted.update(self.supposed)
         self.supposed.clear()
         self._forget()
 

@@ -45,6 +45,7 @@ from jedbatch._program.stopped import shown_instances
 from jedbatch._ragged.length_families import ArrayType, LengthFamily, Pair, SymbolicTypes
 from jedbatch._record.identity.assumptions import Assumptions
 from jedbatch._record.instances.arrays import array_type
+from jedbatch._record.operations.sequences import places_of_sequences
 from jedbatch._support.caches import Memory
 from jedbatch._support.types import Array
 
@@ -213,7 +214,7 @@ class Lengths:
         general, form = _general(key)
         family = None if general is None else self._families.get(form)
         if family is None:
-            family = LengthFamily([array_type(x) for x in arrays])
+            family = LengthFamily([array_type(x) for x in arrays], places_of_sequences(key))
             family.add(self._related(family))
             family.group(self._grouped(family))
             tells = len(self._families) > 1  # whether kinds say what is ragged, see `_ragged`
@@ -228,7 +229,9 @@ class Lengths:
 
     def _observe_kinds(self, family: LengthFamily, lengths: Sequence[int]) -> None:
         """Takes note of the lengths of arrays of each kind."""
-        for n, (shape, dtype, _) in zip(lengths, family.types, strict=True):
+        for i, (n, (shape, dtype, _)) in enumerate(zip(lengths, family.types, strict=True)):
+            if i in family.sequences:
+                continue
             known = self._kinds.setdefault((shape[1:], dtype), n) if n >= 0 else n
             if known is not None and known != n:
                 self._kinds[shape[1:], dtype] = None
@@ -385,7 +388,7 @@ class Lengths:
         family, last, new = recorded.family, dict[int, int](), list[Pair]()
         for i in sorted(arrays[0] for arrays in recorded.symbols.values()):
             n = recorded.lengths[i]
-            if n in last and not family.tells(last[n], i):
+            if n in last and not family.tells(last[n], i) and (last[n], i) not in family.refuted:
                 new.append((last[n], i))
             last[n] = i
         if new:

@@ -127,6 +127,13 @@ class Sequenced(tuple):
         return (Sequenced, places, *[(type(x), type(x[0])) for x in every])
 
 
+def places_of_sequences(key: Hashable) -> frozenset[int]:
+    """Returns which arrays of an instance take the place of sequences, given its key."""
+    parts = key if isinstance(key, tuple) else ()
+    found = [x[1] for x in parts if type(x) is tuple and x and x[0] is Sequenced]
+    return frozenset(*found)
+
+
 class Element(NamedTuple):
     """An element that operations of JAX have read.
 
