@@ -374,3 +374,22 @@ def test_results_that_are_ragged_by_chance():
         found = batched(PARAMS, instances)
         expected = [fn(PARAMS, x) for x in instances]
         assert_close(found, jax.tree.map(lambda *x: jnp.stack(x), *expected), rtol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::jedbatch.errors.GroupedByShapesWarning")
+def test_rows_in_lists_beside_an_array_as_long_as_they_are():
+    """Rows are of its kind and may be as long by chance, which is supposed once and not again."""
+    step = jedbatch.cell(lambda w, x, rows: sum(jnp.tanh(w @ row) for row in rows) * x)
+
+    def fn(w, instance):
+        rows, scales = instance
+        return step(w, scales.sum(), [*rows, *(scale * w[0] for scale in scales)])
+
+    rng = np.random.default_rng(0)
+    weight = np.float32(rng.normal(size=(4, 4)) / 4)
+    sizes = [(k % 3, k % 7 if k % 3 else 1 + k % 7) for k in range(14)]
+    instances = [
+        (list(np.float32(rng.normal(size=(k, 4)))), np.float32(rng.normal(size=n)))
+        for k, n in sizes
+    ]
+    check(fn, weight, instances)
