@@ -10,7 +10,7 @@ import functools
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -244,9 +244,10 @@ class Recording:
         revision = cache.revision
         mine, types = [look.instances[i] for i in new], [given[i] for i in new]
         to_record = Instances(mine, [arrays[i] for i in new], new)
+        alike = {keys[i] for i in set(range(len(keys))).difference(new) if records[i] is None}
         with self._with_numbers(cache, mine):
             recorded, own_keys, keep, tracers = self._record(
-                cache, to_record, types, [keys[i] for i in new], read
+                cache, to_record, types, [keys[i] for i in new], alike, read
             )
         cache.check(revision)
         if self.key is None and cache.registry.most_lengths >= OTHER_LENGTHS:
@@ -257,9 +258,6 @@ class Recording:
         fresh = dict(zip(new, recorded, strict=True))
         for i, k in enumerate(keys):
             if records[i] is None:
-                if i not in fresh and k in told:  # its lengths are others
-                    cache.registry.assumptions.fail("lengths")
-                    raise GuardFailed
                 records[i] = fresh[i if k is None else first[k]]
         own = zip(new, keep, own_keys, strict=True)
         kept = {i: k for i, is_kept, k in own if is_kept and k is not None}
@@ -356,6 +354,7 @@ class Recording:
         instances: Instances,
         given: Sequence[RaggedTypes | None],
         keys: Sequence[Hashable],
+        alike: Collection[Hashable],
         read: Callable | None,
     ) -> Any:
         """Records instances: (records, their keys, whether to keep each, closed-over tracers).
@@ -372,7 +371,7 @@ class Recording:
                 cache.coalescing.begin()
             records, keep, tracers = record_and_warn(cache, by_shapes, instances)
             return records, keys, keep, tracers
-        attempt = RaggedRecording(cache, instances, given, keys)
+        attempt = RaggedRecording(cache, instances, given, keys, alike)
         try:
             return attempt.record(record)
         except PerformanceWarning:  # where it is an error
@@ -460,6 +459,7 @@ class RaggedRecording:
       cache: records that are kept.
       instances, given: to be recorded, and how each is.
       keys: of the instances.
+      alike: the keys that others have, which may differ in lengths.
       number: the instance at hand.
       failed: why instances cannot be recorded, as far as they have been tried.
       asked: what was asked about lengths while each instance was recorded.
@@ -470,6 +470,7 @@ class RaggedRecording:
     instances: Instances
     given: Sequence[RaggedTypes | None]
     keys: Sequence[Hashable]
+    alike: Collection[Hashable] = ()
     number: int = 0
     failed: dict[int, Exception] = field(default_factory=dict)
     asked: dict[int, Questions] = field(default_factory=dict)
@@ -528,6 +529,11 @@ class RaggedRecording:
             self._turn_to(i)
             self.asked[i].check()
             cache.lengths.asked_at = cache.lengths.asked_at or self.asked[i].asked_at or None
+            is_new = self.asked[i].answered and self.keys[i] not in (None, self._key(i))
+            if is_new and self.keys[i] in self.alike:  # others, whose lengths may be others
+                cache.told.add([(self.keys[i], None)])
+                cache.registry.assumptions.fail("lengths")
+                raise GuardFailed
         if every and cache.constants.note(list(every.values())):
             raise GuardFailed
         leaf_of = [given and given.symbols for given in self.given]
