@@ -262,6 +262,7 @@ class Planner:
             "digests": (self._digest, self._read[0] if self._is_imported else None),
             "programs": self._programs(),
             "cuts": self._cuts(),
+            "sequences": self._session.records.sequences.known,
         }
         return pickle.dumps(state)
 
@@ -348,6 +349,7 @@ class _Work:
         self._programs = ImportedPrograms(self._session.programs)
         self._session.programs = self._programs
         self._programs.accept(state["programs"])
+        self._session.records.sequences.learn(state["sequences"])
         if self._session.projections is not None:
             cuts, identity = state["cuts"], self._programs.identity_of_type
             self._session.projections.followed = lambda node_type: cuts.get(identity(node_type))

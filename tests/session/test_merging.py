@@ -273,21 +273,23 @@ def by_parts(params, tree):
 
 def steps(params, words):
     h = params["b"]
-    for word in words:
+    for word in words[1:]:
         h = compose(params, h, leaf(params, word))
     return h
 
 
 def inline_steps(params, words):
     h = params["b"]
-    for word in words:
+    for word in words[1:]:
         h = h + jnp.tanh(jnp.sin(params["E"][word]) * h + params["b"])
     return h
 
 
 def words(num, seed, largest):
+    """Tuples that are no sequences of numbers alone, so each is recorded."""
     rng = np.random.default_rng(seed)
-    return [tuple(rng.integers(20, size=int(n)).tolist()) for n in rng.integers(1, largest, num)]
+    numbers = [rng.integers(20, size=int(n)).tolist() for n in rng.integers(1, largest, num)]
+    return [("words", *x) for x in numbers]
 
 
 def place(fn):

@@ -15,8 +15,8 @@ a tuple as before:
 So is a list of tuples of so many numbers, such as the edges of a graph, an array `[n, k]`, if the
 function does nothing with it but make it an array.
 
-If Python computes with an element or looks something up by one, sequences at this place stay what
-they are. If the function asks for types or fails, all do.
+If Python computes with an element or looks something up by one, or if a cell gets one, sequences at
+this place stay what they are. If the function asks for types or fails, all do.
 """
 
 import itertools
@@ -290,6 +290,16 @@ _stand_for(ElementTuple, tuple)
 _stand_for(ElementList, list)
 
 
+def check_elements(arguments: PyTree) -> None:
+    """Raises `GuardFailed` if arguments of a cell are elements of a sequence.
+
+    Calls of cells with numbers are recorded in less time than an instance is for its lengths.
+    """
+    for x in jax.tree.leaves(arguments):
+        if type(x) is PythonNumber and type(x.operands) is Elements:
+            x.operands.refuse()
+
+
 class Sequences:
     """Which sequences of numbers are arrays: all at a place of instances, or none.
 
@@ -332,6 +342,19 @@ class Sequences:
     def _num_arrays(self) -> int:
         """Places whose sequences are arrays."""
         return sum(x.are_arrays for x in self._places.values())
+
+    @property
+    def known(self) -> tuple[Any, ...]:
+        """What is known of sequences, to be told to another process."""
+        places = [(k, (x.lengths, x.are_apart, x.rows)) for k, x in self._places.items()]
+        return self.left, self.are_looked_at, places
+
+    def learn(self, known: tuple[Any, ...]) -> None:
+        """Takes over what is `known` in another process."""
+        self.left, self.are_looked_at, places = known
+        for place, of_it in places:
+            self._places[place] = found = SequencesAtPlace(self._assumptions)
+            found.lengths, found.are_apart, found.rows = of_it
 
     def leave(self) -> None:
         """Leaves sequences what they are, for good."""

@@ -76,7 +76,12 @@ from jedbatch._record.operations.known_operations import (
     way_of,
 )
 from jedbatch._record.operations.lengths_told import MAKES_ARRAYS, params_with_extents
-from jedbatch._record.operations.sequences import Element, Elements, Sequenced
+from jedbatch._record.operations.sequences import (
+    Element,
+    Elements,
+    Sequenced,
+    check_elements,
+)
 from jedbatch._record.operations.stacking import MAKES_STACKS, Row, Stacking
 from jedbatch._record.operations.static_numbers import (
     STATIC,
@@ -464,6 +469,7 @@ class Recorder(Trace):
     def slow_path(self, cell: Cell, args: tuple, static: dict) -> PyTree:
         """Records a call of a cell: any pytrees of anything."""
         if self.has_numbers and any(type(x) is PythonNumber for x in jax.tree.leaves(args)):
+            check_elements(args)
             return self.call_cell(cell, jax.tree.map(read_by_jax, args), static)
         return slow_path(self, cell, args, static)
 
