@@ -243,7 +243,9 @@ class Lengths:
         return [
             i
             for i, (shape, dtype, _) in enumerate(family.types)
-            if family.varied[i] or (shape and kinds.get((shape[1:], dtype), 0) is None)
+            if family.varied[i]
+            or i in family.sequences
+            or (shape and kinds.get((shape[1:], dtype), 0) is None)
         ]
 
     def _types_of(
