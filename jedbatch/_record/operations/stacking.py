@@ -74,20 +74,21 @@ class Row(NamedTuple):
     length: int
     indices: tuple[Any, ...] = ()
 
-    def of_each(self, step: int, count: int) -> Any:
+    def of_each(self, step: int, count: int, most: int) -> Any:
         """Returns the same part of a number of rows from this one on.
 
-        None if rows are left out between them, or more than a few at the ends.
+        None if rows are left out between them, or too many at the ends.
 
         Args:
           step: from one row to the next; -1 if they are in reverse order.
           count: of the rows.
+          most: rows that may be left out at either end.
         """
         if abs(step) != 1:
             return None
         last = self.number + step * (count - 1)
         before, after = min(self.number, last), self.length - 1 - max(self.number, last)
-        if max(before, after) > MOST_LEFT_OUT or ((before or after) and count in CHUNKS):
+        if max(before, after) > most:
             return None
         rows: Any = self.array
         if before or after:
@@ -137,7 +138,7 @@ class Stacking:
             return None
         self._is_mapping = True
         try:
-            found = self._arrays_of(steps, len(parts))
+            found = self._arrays_of(steps, len(parts), made_by)
             rows, is_mapped = self._mapped(parts[0], steps, found)
         except NotImplementedError:  # of an operation that JAX cannot map
             return None
@@ -245,18 +246,22 @@ class Stacking:
             return 0
         return b - a if type(a) is type(b) is int else None
 
-    def _arrays_of(self, steps: dict[int, int], count: int) -> dict[int, tuple[Any, bool]]:
+    def _arrays_of(
+        self, steps: dict[int, int], count: int, way: StackAxis
+    ) -> dict[int, tuple[Any, bool]]:
         """Returns arrays that take the place of rows and numbers; nothing if there are none.
 
         Args:
           steps: see `_steps`.
           count: of the parts.
+          way: how they are stacked.
         """
+        most = 0 if count in CHUNKS and not way.is_new else MOST_LEFT_OUT
         told = extents_told(self._recorder)
         moving = {value: step for value, step in steps.items() if step and told}
         arrays: dict[int, Any] = {}
         for value in moving.keys() & self.rows.keys():
-            arrays[value] = self.rows[value].of_each(moving[value], count)
+            arrays[value] = self.rows[value].of_each(moving[value], count, most)
             if arrays[value] is None:
                 return {}
         extent = next((x.shape[0] for x in arrays.values()), told.get(count))
