@@ -202,7 +202,8 @@ def _place(recorder: RecorderLike, x: Leaf, extent: int) -> Leaf:
     if isinstance(x, WHOLE):
         return row_index(x, extent)
     if type(x) is Value and x.index in recorder.elements:
-        recorder.elements[x.index].check_row(extent)
+        elements, number = recorder.elements[x.index]
+        elements.check_row(number, extent)
     return x
 
 

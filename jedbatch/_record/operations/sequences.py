@@ -134,25 +134,6 @@ def places_of_sequences(key: Hashable) -> frozenset[int]:
     return frozenset(*found)
 
 
-class Element(NamedTuple):
-    """An element that operations of JAX have read.
-
-    Attributes:
-      elements: of which it is one.
-      number: of it.
-    """
-
-    elements: "Elements"
-    number: int
-
-    def check_row(self, extent: int) -> None:
-        """Raises `GuardFailed` if it names no row of so many, an error of the function."""
-        known = self.elements.of_place
-        known.rows = extent if known.rows is None else min(known.rows, extent)
-        if not -extent <= self.elements.value(self.number) < extent:
-            known.changed()
-
-
 class Elements:
     """The elements of a sequence while an instance is recorded.
 
@@ -203,14 +184,17 @@ class Elements:
         k = number.step
         if k not in self._row_of:
             self._row_of[k] = value = self._recorder.leaf_value(self._kind, self._leaf, (k,))
-            self._recorder.elements[value.index] = Element(self, k)
+            self._recorder.elements[value.index] = self, number.value
             if is_ragged(self.array.shape):
                 self._recorder.note_row(value, Row(self.array, k, self.length))
         return self._row_of[k]
 
-    def value(self, k: int) -> Any:
-        """Returns an element as a number of Python or NumPy."""
-        return self._numbers[k].value
+    def check_row(self, number: int, extent: int) -> None:
+        """Raises `GuardFailed` if an element names no row of so many, an error of the function."""
+        known = self.of_place
+        known.rows = extent if known.rows is None else min(known.rows, extent)
+        if not -extent <= number < extent:
+            known.changed()
 
     def note_seen(self) -> None:
         """Notes that Python sees how long the sequence is, or looks at tuples in it."""
@@ -345,7 +329,7 @@ class Sequences:
 
     @property
     def known(self) -> tuple[Any, ...]:
-        """What is known of sequences, to be told to another process."""
+        """Lengths and places of sequences, to be told to another process."""
         places = [(k, (x.lengths, x.are_apart, x.rows)) for k, x in self._places.items()]
         return self.left, self.are_looked_at, places
 

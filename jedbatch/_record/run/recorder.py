@@ -76,12 +76,7 @@ from jedbatch._record.operations.known_operations import (
     way_of,
 )
 from jedbatch._record.operations.lengths_told import MAKES_ARRAYS, params_with_extents
-from jedbatch._record.operations.sequences import (
-    Element,
-    Elements,
-    Sequenced,
-    check_elements,
-)
+from jedbatch._record.operations.sequences import Elements, Sequenced, check_elements
 from jedbatch._record.operations.stacking import MAKES_STACKS, Row, Stacking
 from jedbatch._record.operations.static_numbers import (
     STATIC,
@@ -186,7 +181,7 @@ class Recorder(Trace):
       keeps_types: whether operations are to have the types at first that they have later, as far as
         that can be; programs of rounds would otherwise grow when types change.
       noting: is called for each operation outside of cells; or None.
-      elements: elements of sequences of the instance, by the values that operations of JAX read.
+      elements: (elements, number) of sequences, by the values that operations of JAX read.
       stacking: finds stacks of rows of arrays of the instance; None as long as there are no rows.
       has_unread: whether others took the place of stacks, so that some nodes may not be read.
     """
@@ -235,7 +230,7 @@ class Recorder(Trace):
         self.noting = noting
         self.keeps_types = False
         self.has_numbers = False  # of Python, for floats and elements of the instance
-        self.elements: dict[int, Element] = {}
+        self.elements: dict[int, tuple[Elements, Any]] = {}
         self.stacking: Stacking | None = None
         self.has_unread = False
         self._begin = 0, 0, 0  # nodes, references and results before the instance
